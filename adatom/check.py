@@ -1,0 +1,25 @@
+"""Errors that print what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def describe(value: Any) -> str:
+    """A short text for an error message: dtype, shape and device of a tensor, the repr of anything else."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}{list(value.shape)} on {value.device}"
+    return repr(value)
+
+
+def require(condition: bool, expected: str, /, error: type[Exception] = ValueError, **given: Any) -> None:
+    """Raise `error` saying what was expected and what was given, unless `condition` holds.
+
+    `given` are the offending values by name; tensors are printed as dtype, shape and device.
+    """
+    if not condition:
+        listed = ", ".join(f"{name}={describe(value)}" for name, value in given.items() if value is not None)
+        raise error(f"adatom: expected {expected}; got {listed}" if listed else f"adatom: expected {expected}")

@@ -1,0 +1,296 @@
+"""The public functions: attention() on padded batches, attention_varlen() on packed ones."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+
+from adatom.check import require
+from adatom.ops.attention.op import Attention, attention_fwd
+from adatom.ops.attention.problem import Inputs, Options, Problem, problem
+
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INDEX = (torch.int32, torch.int64)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    scale: float | None = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * scale + bias) v: differentiable twice, in forward mode, and with respect to the bias.
+
+    Args:
+        q: queries (batch, heads, seqlen_q, head_dim); float16, bfloat16, float32 or float64 (float64 runs in PyTorch).
+        k: keys (batch, kv_heads, seqlen_k, head_dim); kv_heads divides heads (grouped-query attention).
+        v: values (batch, kv_heads, seqlen_k, head_dim_v). Any strides; if the last dimension is not contiguous, that
+            tensor is copied.
+        bias: added to the scores after scale and softcap; broadcasts to (batch, heads, seqlen_q, seqlen_k), any float
+            dtype (float64 inputs take float64), may require grad; -inf masks. Or bool: True attends.
+        causal: query i sees keys up to i + len_k - seqlen_q (aligned bottom-right, as flash-attn).
+        window: (left, right): query i sees keys from i + len_k - seqlen_q - left to i + len_k - seqlen_q + right;
+            None (or -1) is unbounded.
+        softcap: scores become softcap * tanh(scores / softcap), before the bias.
+        sinks: (heads,) float: adds exp(sinks[h]) to the softmax denominator; may require grad.
+        kv_lens: (batch,) int32 or int64, on the inputs' device: keys of each sequence that exist, the rest is padding;
+            causal and window align to it. Must lie in [0, seqlen_k]: checked on the CPU; on a GPU, clamped.
+        scale: default 1 / sqrt(head_dim).
+        precision: arithmetic of float32 matrix products on tensor cores: "tf32x3" (default: as accurate as float32),
+            "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes or on the CPU.
+        return_lse: also return lse, the natural log of the softmax denominator, float32 (batch, heads, seqlen_q),
+            differentiable.
+        backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
+
+    Returns:
+        out (batch, heads, seqlen_q, head_dim_v) in q's dtype, in q's memory order; or (out, lse). A query with nothing
+        to attend to gives 0, lse -inf, and zero gradients.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message prints them.
+        NotImplementedError: no kernel, or not the one asked for, takes this problem; the message lists the reasons.
+        RuntimeError: on a third derivative.
+
+    Source: Vaswani et al., arXiv:1706.03762; tiling after Dao, arXiv:2307.08691; second derivative:
+    docs/double_backward.md.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
+    out, lse = _call(x, o, backend)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    bias: None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention within each sequence of a packed batch: no padding anywhere. Otherwise as `attention`.
+
+    Args:
+        q: (tokens_q, heads, head_dim). k: (tokens_k, kv_heads, head_dim). v: (tokens_k, kv_heads, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), on the inputs' device: sequence i is tokens
+            cu_seqlens[i] to cu_seqlens[i + 1]. Must start at 0, not decrease, and end at the number of tokens: checked
+            on the CPU; on a GPU it is the caller's duty (a check would wait for the device).
+        causal, window, softcap, sinks, scale, precision, return_lse, backend: as in `attention`.
+        bias: not supported for packed sequences; raises NotImplementedError.
+
+    Returns:
+        out (tokens_q, heads, head_dim_v); with return_lse also lse, float32 (heads, tokens_q).
+
+    Raises: as `attention`.
+    """
+    require(
+        bias is None,
+        "no bias: attention_varlen has none (a bias per packed sequence is not implemented; pad the batch and use "
+        "attention(kv_lens=...))",
+        NotImplementedError,
+    )
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    x, o = _checked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, sinks, scale, precision)
+    out, lse = _call(x, o, backend)
+    return (out, lse) if return_lse else out
+
+
+def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
+    """The problem that `attention(*args, **kwargs)` (or `attention_varlen`, given cu_seqlens) poses, and `backend`."""
+    varlen = len(args) > 3 or "cu_seqlens_q" in kwargs
+    bound = inspect.signature(attention_varlen if varlen else attention).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    backend = given.pop("backend")
+    given.pop("return_lse")
+    if varlen:
+        given.pop("bias")
+    x, o = (_checked_varlen if varlen else _checked)(**given)
+    return problem(x, o, bias_grad=x.bias is not None and x.bias.requires_grad), backend
+
+
+def _call(x: Inputs, o: Options, backend: str | None) -> Any:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return Attention.apply(*x, *o, backend)
+    return attention_fwd(*x, *o, backend)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autocast does to the inputs of scaled_dot_product_attention: floats but float64 take its dtype."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    kv_lens: torch.Tensor | None,
+    scale: float | None,
+    precision: str | None,
+) -> tuple[Inputs, Options]:
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        require(False, "4-D q, k and v (batch, heads, length, head_dim)", q=q, k=k, v=v)
+    batch, heads, seqlen_q, head_dim = q.shape
+    batch_k, kv_heads, seqlen_k, head_dim_k = k.shape
+    if not (batch == batch_k == v.shape[0] and kv_heads == v.shape[1] and seqlen_k == v.shape[2]):
+        require(False, "q, k, v of one batch, and k and v of the same heads and length", q=q, k=k, v=v)
+    _check_common(q, k, v, heads, kv_heads, head_dim, head_dim_k, sinks)
+    if bias is not None:
+        bias = _checked_bias(bias, (batch, heads, seqlen_q, seqlen_k), q, k)
+    if kv_lens is not None:
+        if kv_lens.dtype not in _INDEX:
+            require(False, "kv_lens of dtype int32 or int64", TypeError, kv_lens=kv_lens)
+        if kv_lens.shape != (batch,) or kv_lens.device != q.device:
+            require(False, f"kv_lens of shape ({batch},) on q's device", q=q, kv_lens=kv_lens)
+        if kv_lens.device.type == "cpu" and not torch.compiler.is_compiling() and kv_lens.numel():
+            low, high = int(kv_lens.min()), int(kv_lens.max())
+            if low < 0 or high > seqlen_k:
+                require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
+    o = _options(head_dim, causal, window, softcap, scale, precision)
+    return Inputs(_rows(q), _rows(k), _rows(v), bias, sinks, kv_lens), o
+
+
+def _checked_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    precision: str | None,
+) -> tuple[Inputs, Options]:
+    if not (q.dim() == k.dim() == v.dim() == 3):
+        require(False, "3-D q, k and v (tokens, heads, head_dim)", q=q, k=k, v=v)
+    tokens_q, heads, head_dim = q.shape
+    tokens_k, kv_heads, head_dim_k = k.shape
+    if v.shape[:2] != (tokens_k, kv_heads):
+        require(False, "k and v of the same tokens and heads", q=q, k=k, v=v)
+    _check_common(q, k, v, heads, kv_heads, head_dim, head_dim_k, sinks)
+    for name, cu, tokens in (("cu_seqlens_q", cu_seqlens_q, tokens_q), ("cu_seqlens_k", cu_seqlens_k, tokens_k)):
+        if cu.dtype not in _INDEX:
+            require(False, f"{name} of dtype int32 or int64", TypeError, **{name: cu})
+        if cu.dim() != 1 or not cu.numel() or cu.shape != cu_seqlens_q.shape or cu.device != q.device:
+            require(
+                False,
+                "cu_seqlens_q and cu_seqlens_k both of shape (sequences + 1,) on q's device",
+                q=q,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+            )
+        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+            if int(cu[0]) != 0 or int(cu[-1]) != tokens or bool((cu.diff() < 0).any()):
+                require(False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()})
+    o = _options(head_dim, causal, window, softcap, scale, precision)
+    return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
+
+
+def _check_common(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_dim_k: int,
+    sinks: torch.Tensor | None,
+) -> None:
+    if head_dim != head_dim_k:
+        require(False, "q and k of the same head_dim", q=q, k=k)
+    if head_dim < 1 or v.shape[-1] < 1:
+        require(False, "head_dim of at least 1", q=q, k=k, v=v)
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        require(False, "heads of q to be a multiple of the heads of k and v", q=q, k=k, v=v)
+    if q.dtype not in _FLOATS or not (q.dtype == k.dtype == v.dtype):
+        require(False, "q, k, v of one dtype: float16, bfloat16, float32 or float64", TypeError, q=q, k=k, v=v)
+    if not (q.device == k.device == v.device):
+        require(False, "q, k, v on one device", q=q, k=k, v=v)
+    if sinks is not None:
+        if not sinks.is_floating_point():
+            require(False, "sinks of a float dtype", TypeError, sinks=sinks)
+        if sinks.shape != (heads,) or sinks.device != q.device:
+            require(False, f"sinks of shape ({heads},) on q's device", q=q, sinks=sinks)
+
+
+def _checked_bias(
+    bias: torch.Tensor, scores: tuple[int, int, int, int], q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    if bias.dtype != torch.bool and not bias.is_floating_point():
+        require(False, "bias of a float dtype, or bool (True = attend)", TypeError, bias=bias)
+    if (bias.dtype == torch.float64) != (q.dtype == torch.float64) and bias.dtype != torch.bool:
+        require(False, "a float64 bias with float64 inputs, and only with them", TypeError, q=q, bias=bias)
+    if bias.device != q.device:
+        require(False, "bias on q's device", q=q, bias=bias)
+    if bias.dim() > 4 or any(b not in (1, s) for b, s in zip(reversed(bias.shape), reversed(scores))):
+        require(
+            False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias
+        )
+    return bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
+
+
+def _options(
+    head_dim: int,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    scale: float | None,
+    precision: str | None,
+) -> Options:
+    left = right = -1
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            require(False, "window as a pair (left, right)", TypeError, window=window)
+        left, right = (-1 if w is None else w for w in window)
+        if left < -1 or right < -1:
+            require(False, "window of non-negative numbers, or None (or -1) for unbounded", window=window)
+    if softcap is None:
+        softcap = 0.0
+    elif not softcap >= 0 or math.isinf(softcap):
+        require(False, "a finite softcap > 0 (or None)", softcap=softcap)
+    if precision is None:
+        precision = "tf32x3"
+    elif precision not in PRECISIONS:
+        require(False, f"precision to be one of {PRECISIONS}", precision=precision)
+    if scale is None:
+        scale = head_dim**-0.5
+    elif not math.isfinite(scale):
+        require(False, "a finite scale", scale=scale)
+    return Options(float(scale), bool(causal), left, right, float(softcap), precision)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

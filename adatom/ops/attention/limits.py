@@ -1,0 +1,45 @@
+"""Which problems each attention backend takes; the reason in words for each that it does not."""
+
+from __future__ import annotations
+
+import torch
+
+from adatom.ops.attention.problem import Problem
+
+
+def reference(p: Problem) -> str | None:
+    """The plain quadratic path takes everything."""
+    return None
+
+
+def torch_chunked(p: Problem) -> str | None:
+    """Plain PyTorch in linear memory: everything that reaches it."""
+    return None
+
+
+def triton(p: Problem) -> str | None:
+    """Triton kernels: CUDA from sm_80 up (or the interpreter), 16-bit and 32-bit floats, head_dim 8 to 256."""
+    if p.device.kind == "cpu":
+        return "needs a CUDA device (or TRITON_INTERPRET=1)"
+    if p.device.kind == "cuda" and p.device.arch < 80:
+        return f"needs compute capability 8.0 or newer; this is sm_{p.device.arch}"
+    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
+        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
+    return None
+
+
+def triton_atomic(p: Problem) -> str | None:
+    """The one-pass backward: dq is summed by atomics, so its last bits vary."""
+    reason = triton(p)
+    if reason is not None:
+        return reason
+    if p.deterministic:
+        return "not deterministic, and torch.use_deterministic_algorithms(True) is on"
+    if p.dtype == torch.float32:
+        return "float32 accumulates dq in registers instead (the deterministic row)"
+    return None

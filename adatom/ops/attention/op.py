@@ -1,0 +1,230 @@
+"""Attention for PyTorch: operator schemas, fakes, and autograd to second order. Imports torch only.
+
+Three Functions make the chain forward -> backward -> double backward. `out` and `lse` ride along as values: the
+formulas of the second derivative already contain their dependence on the inputs (docs/double_backward.md), so they get
+no gradient. A third derivative raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from adatom.ops.attention.problem import Inputs, Options, absent, empty_like, empty_lse, empty_out, problem
+from adatom.registry import choose, load
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+)
+_OPTIONS = (
+    "float scale, bool causal, SymInt window_left, SymInt window_right, float softcap, str precision, str? backend"
+)
+_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
+
+_library = torch.library.Library("adatom", "FRAGMENT")
+_library.define(f"attention_fwd({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+_library.define(
+    f"attention_bwd({_TENSORS}, {_OPTIONS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool bias_grad)"
+    f" -> {_GRADS})"
+)
+_library.define(
+    f"attention_bwd_bwd({_TENSORS}, {_OPTIONS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
+    "Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsinks, bool bias_grad)"
+    f" -> {_GRADS}, Tensor ddout, Tensor ddlse)"
+)
+_library.define(
+    f"attention_jvp({_TENSORS}, {_OPTIONS}, Tensor out, Tensor lse, "
+    "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tsinks) -> (Tensor tout, Tensor tlse)"
+)
+
+_N_INPUTS = len(Inputs._fields)
+_N_OPTIONS = len(Options._fields)
+_N_CALL = _N_INPUTS + _N_OPTIONS + 1  # the tensors, the options, the backend
+
+
+def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch.Tensor | None, ...]:
+    """Choose a row for the call that `args` begins with, and launch it with the rest of `args`."""
+    x, o, backend = Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS : _N_CALL - 1]), args[_N_CALL - 1]
+    launch = load(choose(op, problem(x, o, bias_grad), backend).target)
+    if x.q.is_cuda and x.q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.q.device):
+            return launch(x, o, *args[_N_CALL:])
+    return launch(x, o, *args[_N_CALL:])
+
+
+def _rows_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _fwd(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _run("attention_fwd", args)  # type: ignore[return-value]
+
+
+def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+    *head, dout, dlse, bias_grad = args
+    grads = _run("attention_bwd", (*head, _rows_contiguous(dout), dlse, bias_grad), bias_grad)
+    return tuple(absent(args[0]) if g is None else g for g in grads)
+
+
+def _bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+    call, (out, lse, dout, dlse, *cotangents, bias_grad) = args[:_N_CALL], args[_N_CALL:]
+    cotangents = [_rows_contiguous(c) for c in cotangents]
+    grads = _run(
+        "attention_bwd_bwd", (*call, out, lse, _rows_contiguous(dout), dlse, *cotangents, bias_grad), bias_grad
+    )
+    return tuple(absent(args[0]) if g is None else g for g in grads)
+
+
+def _jvp(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call, (out, lse, *tangents) = args[:_N_CALL], args[_N_CALL:]
+    return _run("attention_jvp", (*call, out, lse, *(_rows_contiguous(t) for t in tangents)))  # type: ignore[return-value]
+
+
+def _fake_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_out(q, v), empty_lse(q)
+
+
+def _fake_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v, bias, sinks = args[:5]
+    dbias = empty_like(bias) if bias is not None and args[-1] else absent(q)
+    return empty_like(q), empty_like(k), empty_like(v), dbias, absent(q) if sinks is None else empty_like(sinks)
+
+
+def _fake_bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+    return *_fake_bwd(*args), empty_out(args[0], args[2]), empty_lse(args[0])
+
+
+for _name, _impl, _fake in (
+    ("attention_fwd", _fwd, _fake_fwd),
+    ("attention_bwd", _bwd, _fake_bwd),
+    ("attention_bwd_bwd", _bwd_bwd, _fake_bwd_bwd),
+    ("attention_jvp", _jvp, _fake_fwd),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _impl, _key)
+    torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
+
+_ops = torch.ops.adatom
+attention_fwd = _ops.attention_fwd.default
+attention_bwd = _ops.attention_bwd.default
+attention_bwd_bwd = _ops.attention_bwd_bwd.default
+attention_jvp = _ops.attention_jvp.default
+
+
+class Attention(Function):
+    """(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, *options, backend) -> (out, lse)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return attention_fwd(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        tensors = (*inputs[:_N_INPUTS], *output)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.options = inputs[_N_INPUTS:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        *inputs, out, lse = ctx.saved_tensors
+        nothing = (None,) * len(ctx.options)
+        if dout is None and dlse is None:
+            return (None,) * _N_INPUTS + nothing
+        if dout is None:
+            dout = torch.zeros_like(out)
+        bias_grad = ctx.needs_input_grad[3]
+        grads = AttentionBackward.apply(*inputs, *ctx.options, out.detach(), lse.detach(), dout, dlse, bias_grad)
+        dq, dk, dv, dbias, dsinks = grads
+        return (
+            dq,
+            dk,
+            dv,
+            dbias if bias_grad else None,
+            dsinks if ctx.needs_input_grad[4] else None,
+            None,
+            None,
+            None,
+            *nothing,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        *inputs, out, lse = ctx.saved_tensors
+        return attention_jvp(*inputs, *ctx.options, out, lse, *tangents[:5])
+
+
+class AttentionBackward(Function):
+    """(the inputs and options of Attention, out, lse, dout, dlse, bias_grad) -> (dq, dk, dv, dbias, dsinks)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return attention_bwd(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL:-1])
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.options = inputs[_N_INPUTS:_N_CALL]
+        ctx.bias_grad = inputs[-1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        *inputs, out, lse, dout, dlse = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        if all(c is None for c in cotangents):
+            return (None,) * len(needed)
+        ddq, ddk, ddv, ddbias, ddsinks = cotangents
+        grads = AttentionBackwardBackward.apply(
+            *inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3]
+        )
+        dq, dk, dv, dbias, dsinks, ddout, ddlse = grads
+        return (
+            dq,
+            dk,
+            dv,
+            dbias if needed[3] else None,
+            dsinks if needed[4] else None,
+            *(None,) * (_N_CALL - 5),
+            None,
+            None,
+            ddout,
+            None if dlse is None else ddlse,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        *inputs, out, lse, dout, dlse = ctx.saved_tensors
+        call = (*inputs, *ctx.options, out, lse)
+        moved = tangents[:5]
+        tdout, tdlse = tangents[_N_CALL + 2 : _N_CALL + 4]
+        parts = []
+        if any(t is not None for t in moved):  # the Hessian is symmetric: its product with the tangents
+            parts.append(attention_bwd_bwd(*call, dout, dlse, *moved, ctx.bias_grad)[:5])
+        if tdout is not None or tdlse is not None:  # linear in (dout, dlse)
+            tdout = torch.zeros_like(out) if tdout is None else tdout
+            parts.append(attention_bwd(*call, tdout, tdlse, ctx.bias_grad))
+        return tuple(sum(p[1:], p[0]) for p in zip(*parts))
+
+
+class AttentionBackwardBackward(Function):
+    """The second derivative. Its own derivative, the third of attention, is not implemented and raises."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return attention_bwd_bwd(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("adatom: third derivatives of attention are not implemented")

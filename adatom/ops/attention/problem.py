@@ -1,0 +1,176 @@
+"""What every part of attention agrees on: options, the problem a kernel is chosen for, and the layout of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from adatom.device import Device, facts
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call.
+
+    q (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_k, head_dim), v (batch, kv_heads, seqlen_k,
+    head_dim_v), last dimension contiguous. Packed form: q (tokens_q, heads, head_dim), k and v alike, with
+    cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,).
+    bias: 4-D, each dimension 1 or that of the scores (batch, heads, seqlen_q, seqlen_k); float, or bool (True = attend).
+    sinks: (heads,) float. kv_lens: (batch,) int32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The numbers of one call. window_left and window_right: -1 is unbounded. softcap: 0 is none."""
+
+    scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    precision: str
+
+
+class Problem(NamedTuple):
+    """All that a choice of kernel may look at. Hashable; lengths are rounded up to a power of two."""
+
+    device: Device
+    dtype: torch.dtype
+    precision: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    bias: str  # "none", "key" (one query row), "query" (one key column), "full"
+    bias_dtype: torch.dtype | None
+    bias_grad: bool
+    bias_shared: bool  # one bias slice serves several (batch, head)
+    causal: bool
+    window: bool
+    softcap: bool
+    sinks: bool
+    kv_lens: bool
+    varlen: bool
+    deterministic: bool
+    tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
+
+
+def bias_kind(bias: torch.Tensor | None) -> str:
+    """ "none", "key" for a bias with one query row, "query" for one with one key column only, "full" otherwise."""
+    if bias is None:
+        return "none"
+    if bias.shape[2] == 1:
+        return "key"
+    return "query" if bias.shape[3] == 1 else "full"
+
+
+def _ceil_pow2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else n
+
+
+def _suits_tma(*tensors: torch.Tensor) -> bool:
+    for x in tensors:
+        size = x.element_size()
+        if x.data_ptr() % 16 or any(s * size % 16 for s in x.stride()[:-1]):
+            return False
+    return True
+
+
+def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
+    """The problem that these inputs and options pose."""
+    q, k, v = x.q, x.k, x.v
+    if x.cu_seqlens_q is None:
+        batch, heads, seqlen_q, head_dim = q.shape
+        kv_heads, seqlen_k = k.shape[1:3]
+    else:
+        seqlen_q, heads, head_dim = q.shape
+        seqlen_k, kv_heads = k.shape[:2]
+        batch = x.cu_seqlens_q.shape[0] - 1
+    bias = x.bias
+    return Problem(
+        facts(q.device),
+        q.dtype,
+        o.precision,
+        _ceil_pow2(batch),
+        heads,
+        kv_heads,
+        _ceil_pow2(seqlen_q),
+        _ceil_pow2(seqlen_k),
+        head_dim,
+        v.shape[-1],
+        bias_kind(bias),
+        None if bias is None else bias.dtype,
+        bias_grad,
+        bias is not None and (bias.shape[0] < batch or bias.shape[1] < heads),
+        o.causal,
+        o.window_left >= 0 or o.window_right >= 0,
+        o.softcap > 0,
+        x.sinks is not None,
+        x.kv_lens is not None,
+        x.cu_seqlens_q is not None,
+        torch.are_deterministic_algorithms_enabled(),
+        q.device.type == "cuda" and _suits_tma(q, k, v),
+    )
+
+
+_poison = False
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """While active, every fresh buffer of a kernel is filled with NaN first, so that an element never written shows."""
+    global _poison
+    before, _poison = _poison, True
+    try:
+        yield
+    finally:
+        _poison = before
+
+
+def poison(x: torch.Tensor) -> torch.Tensor:
+    """`x`, filled with NaN while `poisoned()` is active. For buffers that a kernel must fill completely."""
+    return x.fill_(float("nan")) if _poison and x.is_floating_point() else x
+
+
+def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An unwritten tensor of x's shape and, where x is dense, strides."""
+    return poison(torch.empty_like(x, dtype=dtype))
+
+
+def empty(shape: tuple[int, ...], x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An unwritten contiguous tensor on x's device, of x's dtype unless given."""
+    return poison(x.new_empty(shape, dtype=dtype or x.dtype))
+
+
+def absent(x: torch.Tensor) -> torch.Tensor:
+    """The placeholder operators return for a result that nobody asked for: no elements, x's dtype and device."""
+    return x.new_empty(0)
+
+
+def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An unwritten output for queries q and values v, whose memory order follows q (heads may lie inside length)."""
+    *lead, _ = q.shape
+    if q.dim() == 4 and q.stride(1) < q.stride(2):
+        batch, heads, seqlen_q = lead
+        return poison(q.new_empty((batch, seqlen_q, heads, v.shape[-1])).transpose(1, 2))
+    return poison(q.new_empty((*lead, v.shape[-1])))
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    """An unwritten float32 (float64 for float64 inputs) lse: (batch, heads, seqlen_q), packed (heads, tokens)."""
+    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return poison(q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32))

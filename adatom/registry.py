@@ -1,0 +1,145 @@
+"""Every kernel as a row, best first; which one runs, and why the faster ones do not.
+
+A row is plain data. Its order is its priority. The last row of an op runs anywhere. `unfit` looks at a `Problem`
+(shapes, dtypes, options and device facts, never tensors) and returns None or the reason in words.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from adatom.ops.attention import limits as attention
+
+log = logging.getLogger("adatom")
+if os.environ.get("ADATOM_LOG"):
+    logging.basicConfig()
+    log.setLevel(os.environ["ADATOM_LOG"].upper())
+
+
+class Row(NamedTuple):
+    """One kernel: the op it implements, its backend's name, its launcher `module:function` under adatom.ops, and
+    `unfit(problem)`, which returns None or why this kernel cannot take the problem."""
+
+    op: str
+    backend: str
+    target: str
+    unfit: Callable[[Any], str | None]
+
+
+ROWS: tuple[Row, ...] = (
+    Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
+    Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
+    Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
+    Row("attention_bwd", "triton_atomic", "attention.triton_bwd:backward_atomic", attention.triton_atomic),
+    Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
+    Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
+    Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
+    Row("attention_bwd_bwd", "triton", "attention.triton_bwd_bwd:backward_backward", attention.triton),
+    Row("attention_bwd_bwd", "torch_chunked", "attention.torch_chunked:backward_backward", attention.torch_chunked),
+    Row("attention_bwd_bwd", "reference", "attention.reference:backward_backward", attention.reference),
+    Row("attention_jvp", "triton", "attention.triton_bwd_bwd:jvp", attention.triton),
+    Row("attention_jvp", "torch_chunked", "attention.torch_chunked:jvp", attention.torch_chunked),
+    Row("attention_jvp", "reference", "attention.reference:jvp", attention.reference),
+)
+
+PASSES: dict[str, tuple[str, ...]] = {
+    "attention": ("attention_fwd", "attention_bwd", "attention_bwd_bwd", "attention_jvp"),
+}
+
+
+class Verdict(NamedTuple):
+    """One line of `explain`: a row of pass `op`, and why it is unfit (None if it can run)."""
+
+    op: str
+    backend: str
+    chosen: bool
+    unfit: str | None
+
+
+def rows(op: str) -> tuple[Row, ...]:
+    """The rows of one pass, best first."""
+    return tuple(row for row in ROWS if row.op == op)
+
+
+@lru_cache(maxsize=None)
+def load(target: str) -> Callable[..., Any]:
+    """The launcher behind `module:function`; its kernel file is imported on first use."""
+    module, function = target.split(":")
+    launcher: Callable[..., Any] = getattr(importlib.import_module(f"adatom.ops.{module}"), function)
+    return launcher
+
+
+def _family(backend: str, name: str) -> bool:
+    """Whether a row called `name` serves `backend=`: its own name, or a variant of it (triton -> triton_atomic)."""
+    return name == backend or name.startswith(backend + "_")
+
+
+@lru_cache(maxsize=4096)
+def choose(op: str, problem: Any, backend: str | None = None) -> Row:
+    """The first fit row for `problem`. With `backend`, only rows of that name, never another.
+
+    Raises NotImplementedError listing every row with its reason when none fits.
+    """
+    candidates = [row for row in rows(op) if backend is None or _family(backend, row.backend)]
+    if backend is not None and not candidates:
+        known = ", ".join(dict.fromkeys(row.backend for row in rows(op)))
+        raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {known}")
+    reasons = []
+    for row in candidates:
+        reason = row.unfit(problem)
+        if reason is None:
+            if backend is None and row.backend == "reference" and problem.device.kind == "cuda":
+                warnings.warn(f"adatom: {op} runs the quadratic reference on the GPU: {'; '.join(reasons)}", stacklevel=2)
+            log.info("%s: %s for %s", op, row.backend, problem)
+            return row
+        reasons.append(f"{row.backend}: {reason}")
+    raise NotImplementedError(f"adatom: nothing can run {op}:\n  " + "\n  ".join(reasons))
+
+
+def verdicts(op: str, problem: Any, backend: str | None = None) -> list[Verdict]:
+    """Every row of pass `op` with the reason it is unfit for `problem`, the chosen one marked."""
+    out, taken = [], False
+    for row in rows(op):
+        reason = row.unfit(problem)
+        if reason is None and backend is not None and not _family(backend, row.backend):
+            reason = f"backend={backend!r} was asked for"
+        out.append(Verdict(op, row.backend, reason is None and not taken, reason))
+        taken = taken or reason is None
+    return out
+
+
+class Explanation(list[Verdict]):
+    """The verdicts of a call, pass by pass; prints as a table."""
+
+    def __str__(self) -> str:
+        lines = []
+        for op in dict.fromkeys(v.op for v in self):
+            lines.append(op)
+            for v in self:
+                if v.op == op:
+                    mark = "->" if v.chosen else "  "
+                    lines.append(f"  {mark} {v.backend:<14} {'runs' if v.chosen else v.unfit or 'could run'}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which kernel would run for `adatom.<op>(*args, **kwargs)`, pass by pass, and why each faster one would not.
+
+    Nothing is computed. Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, and
+    whatever the call itself would raise for bad arguments.
+
+    >>> print(adatom.explain("attention", q, k, v, causal=True))
+    """
+    if op not in PASSES:
+        raise ValueError(f"adatom: no op {op!r}; there are: {', '.join(PASSES)}")
+    api = importlib.import_module(f"adatom.ops.{op}.api")
+    problem, backend = api.problem_of(*args, **kwargs)
+    return Explanation(v for p in PASSES[op] for v in verdicts(p, problem, backend))
