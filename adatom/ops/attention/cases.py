@@ -1,0 +1,430 @@
+"""Shapes, inputs, flops and bytes of attention: read by the tests, verify, bench and compile.
+
+SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
+GPU: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over 2**31 elements.
+COMPILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from adatom.ops.attention.api import attention, attention_varlen
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class Case(NamedTuple):
+    """One call of attention, without its tensors.
+
+    bias: "" for none, else four letters, one for each dimension of the scores, "1" where it broadcasts: "bhqk", "1hqk",
+        "b11k", ...; then "-inf" (30 % of the entries and one whole row masked) or "-bool" (True attends).
+    kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
+        up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
+    layout: memory order of q, k and v, "bhsd" or "bshd". magnitude: standard deviation of q, thus of the scores.
+    bias_dtype: dtype of the bias and the sinks; None is that of q.
+    """
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    precision: str | None = None
+    bias: str = ""
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    kv_lens: bool = False
+    varlen: bool = False
+    scale: float | None = None
+    layout: str = "bhsd"
+    magnitude: float = 1.0
+    bias_dtype: torch.dtype | None = None
+
+    @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        """Shape of the bias: the scores' (batch, heads, seqlen_q, seqlen_k), or 1, dimension by dimension."""
+        sizes = {"b": self.batch, "h": self.heads, "q": self.seqlen_q, "k": self.seqlen_k, "1": 1}
+        return tuple(sizes[letter] for letter in self.bias[:4]) if self.bias else None
+
+    @property
+    def huge(self) -> bool:
+        """Whether one of its tensors has more than 2**31 elements."""
+        bias = 0 if self.bias_shape is None else torch.Size(self.bias_shape).numel()
+        q = self.batch * self.heads * self.seqlen_q * max(self.head_dim, self.head_dim_v)
+        kv = self.batch * self.kv_heads * self.seqlen_k * max(self.head_dim, self.head_dim_v)
+        return max(q, kv, bias) > 2**31
+
+
+def lengths(case: Case, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Queries and keys of each sequence of a packed case (batch of them); equal if seqlen_q == seqlen_k."""
+    random = torch.Generator().manual_seed(seed + 1)
+    ks = torch.randint(1, case.seqlen_k + 1, (case.batch,), generator=random).tolist()
+    qs = ks
+    ks[-1] = case.seqlen_k
+    if case.seqlen_q != case.seqlen_k:
+        qs = torch.randint(1, case.seqlen_q + 1, (case.batch,), generator=random).tolist()
+        qs[-1] = case.seqlen_q
+    if case.batch >= 4:
+        ks[0], ks[1] = 0, 1
+        if qs is not ks:
+            qs[1], qs[2] = 1, 0
+    return list(qs), list(ks)
+
+
+def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+    """The keyword arguments of `call(case)`: tensors on `device` without requires_grad, and the options.
+
+    The same on every device for a given seed, but for cases of over 2**31 elements, which are drawn on the device.
+    """
+    device = torch.device(device)
+    where = device if case.huge else torch.device("cpu")
+    random = torch.Generator(where).manual_seed(seed * 1_000_003 + zlib.crc32(case.name.encode()) % 1_000_003)
+    draw = torch.bfloat16 if case.huge else torch.float32
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device=where, dtype=draw).to(device=device, dtype=dtype)
+
+    def rows(heads: int, seqlen: int, dim: int) -> torch.Tensor:
+        if case.layout == "bshd":
+            return normal(case.batch, seqlen, heads, dim).transpose(1, 2)
+        return normal(case.batch, heads, seqlen, dim)
+
+    given: dict[str, Any] = {}
+    if case.varlen:
+        qs, ks = lengths(case, seed)
+        given["q"] = normal(sum(qs), case.heads, case.head_dim)
+        given["k"] = normal(sum(ks), case.kv_heads, case.head_dim)
+        given["v"] = normal(sum(ks), case.kv_heads, case.head_dim_v)
+        for name, each in (("cu_seqlens_q", qs), ("cu_seqlens_k", ks)):
+            given[name] = torch.tensor([0, *each]).cumsum(0).to(device=device, dtype=torch.int32)
+    else:
+        given["q"] = rows(case.heads, case.seqlen_q, case.head_dim)
+        given["k"] = rows(case.kv_heads, case.seqlen_k, case.head_dim)
+        given["v"] = rows(case.kv_heads, case.seqlen_k, case.head_dim_v)
+    if case.magnitude != 1.0:
+        given["q"] = given["q"] * case.magnitude
+    other = case.bias_dtype or case.dtype
+    if case.bias_shape is not None:
+        bias = normal(*case.bias_shape, dtype=other)
+        if case.bias.endswith(("-inf", "-bool")):
+            masked = torch.rand(case.bias_shape, generator=random, device=where) < 0.3
+            masked[-1, -1, -1] = True  # the last row has nothing to attend to
+            masked = masked.to(device)
+            bias = ~masked if case.bias.endswith("-bool") else bias.masked_fill_(masked, float("-inf"))
+        given["bias"] = bias
+    if case.sinks:
+        given["sinks"] = normal(case.heads, dtype=other)
+    if case.kv_lens:
+        lens = torch.randint(1, case.seqlen_k + 1, (case.batch,), generator=torch.Generator().manual_seed(seed))
+        if case.batch > 1:
+            lens[0], lens[-1] = 0, case.seqlen_k
+        given["kv_lens"] = lens.to(device=device, dtype=torch.int32)
+    for name in ("causal", "window", "softcap", "scale", "precision"):
+        value = getattr(case, name)
+        if value is not None:
+            given[name] = value
+    return given
+
+
+def call(case: Case) -> Callable[..., Any]:
+    """The public function that the case calls."""
+    return attention_varlen if case.varlen else attention
+
+
+def _pairs(case: Case) -> float:
+    """Query-key pairs of one head, over the batch. Causal counts half of the square, as everybody counts it."""
+    qs, ks = lengths(case) if case.varlen else ([case.seqlen_q] * case.batch, [case.seqlen_k] * case.batch)
+    if case.window is None:
+        return sum(a * b for a, b in zip(qs, ks)) / (2 if case.causal else 1)
+    left, right = (n if w in (None, -1) else w for w, n in zip(case.window, (case.seqlen_k, case.seqlen_k)))
+    right = min(right, 0) if case.causal else right
+    total = 0
+    for n_q, n_k in set(zip(qs, ks)):
+        i = torch.arange(n_q) + n_k - n_q
+        seen = (i + right).clamp(max=n_k - 1) - (i - left).clamp(min=0) + 1
+        total += int(seen.clamp(min=0).sum()) * list(zip(qs, ks)).count((n_q, n_k))
+    return float(total)
+
+
+def flops(case: Case, op: str) -> float:
+    """Floating-point operations of a pass: each distinct matrix product of the formulas once, however often a kernel
+    repeats it. That is 2 products for the forward, 5 for backward and jvp, 12 for the double backward."""
+    products = {"attention_fwd": 2, "attention_bwd": 5, "attention_bwd_bwd": 12, "attention_jvp": 5}[op]
+    return products * case.heads * _pairs(case) * (case.head_dim + case.head_dim_v)
+
+
+def bytes_moved(case: Case, op: str) -> float:
+    """Bytes of a pass if it reads each argument and writes each result once."""
+    if case.varlen:
+        n_q, n_k = (sum(n) for n in lengths(case))
+    else:
+        n_q, n_k = case.batch * case.seqlen_q, case.batch * case.seqlen_k
+    size = case.dtype.itemsize
+    q, out = (n_q * case.heads * d * size for d in (case.head_dim, case.head_dim_v))
+    kv = n_k * case.kv_heads * (case.head_dim + case.head_dim_v) * size
+    lse = n_q * case.heads * (8 if case.dtype == F64 else 4)
+    bias = dbias = 0
+    if case.bias_shape is not None:
+        boolean = case.bias.endswith("-bool")
+        bias = torch.Size(case.bias_shape).numel() * (1 if boolean else (case.bias_dtype or case.dtype).itemsize)
+        dbias = 0 if boolean else bias
+    inputs, grads = q + kv + bias, q + kv + dbias
+    return {
+        "attention_fwd": inputs + out + lse,
+        "attention_bwd": inputs + 2 * out + lse + grads,
+        "attention_bwd_bwd": inputs + 2 * out + lse + 2 * grads + out + lse,
+        "attention_jvp": inputs + out + lse + grads + out + lse,
+    }[op]
+
+
+def _square(name: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, *more: Any, **options: Any) -> Case:
+    return Case(name, b, h, options.pop("kv_heads", h), s, options.pop("seqlen_k", s), d, d, dtype, *more, **options)
+
+
+SMALL: tuple[Case, ...] = (
+    # dtypes and precisions
+    Case("plain f32", 1, 2, 2, 33, 33, 16, 16, F32),
+    Case("plain f32 ieee", 1, 1, 1, 17, 33, 16, 16, F32, "ieee"),
+    Case("plain f32 tf32", 1, 1, 1, 33, 17, 32, 32, F32, "tf32"),
+    Case("plain f16", 1, 2, 2, 32, 32, 16, 16, F16),
+    Case("plain bf16", 1, 2, 1, 33, 47, 32, 32, BF16),
+    Case("plain f64", 1, 2, 1, 19, 23, 16, 8, F64, bias="1hqk", causal=True, sinks=True),
+    # dims
+    Case("dims 24 and 8", 1, 1, 1, 20, 18, 24, 8, F32),
+    Case("dims 8 and 40 bshd", 1, 2, 2, 9, 35, 8, 40, BF16, layout="bshd"),
+    Case("dims 64 and 24", 1, 1, 1, 16, 16, 64, 24, F32, causal=True),
+    # lengths
+    Case("one query", 2, 4, 2, 1, 37, 16, 16, F32, causal=True, kv_lens=True),
+    Case("one key", 2, 1, 1, 21, 1, 8, 8, F32),
+    Case("causal, fewer queries", 1, 2, 2, 13, 41, 16, 16, F32, causal=True),
+    Case("causal, rows with nothing", 1, 2, 1, 41, 13, 16, 16, F32, causal=True),
+    Case("causal, rows with nothing f16", 1, 1, 1, 40, 24, 16, 16, F16, causal=True, sinks=True),
+    # heads
+    Case("gqa bshd", 2, 6, 2, 17, 19, 16, 16, F32, layout="bshd", causal=True),
+    Case("mqa f16", 2, 4, 1, 16, 33, 16, 16, F16),
+    # windows, softcap, sinks, scale
+    Case("window left", 1, 1, 1, 35, 35, 16, 16, F32, window=(7, None)),
+    Case("window both", 1, 2, 2, 35, 29, 16, 16, F32, window=(5, 3)),
+    Case("window causal bf16", 1, 2, 1, 24, 40, 16, 16, BF16, causal=True, window=(9, 0)),
+    Case("softcap", 1, 2, 2, 18, 33, 16, 16, F32, softcap=3.0, magnitude=4.0),
+    Case("softcap causal bf16", 1, 1, 1, 33, 33, 16, 16, BF16, softcap=2.0, causal=True),
+    Case("sinks", 2, 2, 1, 18, 20, 16, 16, F32, sinks=True),
+    Case("sinks f16, f32 sinks", 1, 2, 2, 20, 18, 16, 16, F16, sinks=True, bias_dtype=F32),
+    Case("negative scale", 1, 1, 1, 20, 33, 16, 16, F32, scale=-0.3),
+    Case("zero scale", 1, 1, 1, 12, 17, 8, 8, F32, scale=0.0, bias="11qk"),
+    # large scores
+    Case("large scores f32", 1, 2, 2, 33, 33, 16, 16, F32, magnitude=20.0),
+    Case("large scores bf16", 1, 1, 1, 24, 40, 16, 16, BF16, magnitude=8.0, causal=True),
+    # biases: every shape, masks
+    Case("bias bhqk", 2, 2, 1, 17, 35, 16, 16, F32, bias="bhqk"),
+    Case("bias 1hqk", 2, 2, 2, 18, 33, 16, 16, F32, bias="1hqk"),
+    Case("bias 1hqk bf16", 3, 2, 1, 17, 19, 16, 16, BF16, bias="1hqk", causal=True),
+    Case("bias b1qk", 2, 2, 2, 19, 18, 16, 16, F32, bias="b1qk"),
+    Case("bias 11qk f16", 2, 2, 1, 16, 20, 16, 16, F16, bias="11qk", layout="bshd"),
+    Case("bias b11k", 2, 2, 2, 17, 33, 16, 16, F32, bias="b11k"),
+    Case("bias bh1k bf16, f32 bias", 2, 2, 1, 33, 18, 16, 16, BF16, bias="bh1k", bias_dtype=F32),
+    Case("bias 1h1k", 2, 2, 2, 20, 19, 16, 16, F32, bias="1h1k", sinks=True),
+    Case("bias bhq1", 2, 2, 1, 18, 17, 16, 16, F32, bias="bhq1", sinks=True),
+    Case("bias 1h11", 2, 2, 2, 17, 20, 16, 16, F32, bias="1h11", sinks=True),
+    Case("bias bhqk -inf", 1, 2, 2, 21, 35, 16, 16, F32, bias="bhqk-inf"),
+    Case("bias 1hqk -inf sinks bf16", 2, 2, 2, 18, 17, 16, 16, BF16, bias="1hqk-inf", sinks=True),
+    Case("bias b1qk bool", 2, 2, 1, 18, 33, 16, 16, F32, bias="b1qk-bool"),
+    Case("bias b11k bool f16", 2, 2, 2, 17, 19, 16, 16, F16, bias="b11k-bool", causal=True),
+    # ragged
+    Case("kv_lens", 3, 2, 1, 18, 35, 16, 16, F32, kv_lens=True),
+    Case("kv_lens causal bf16", 3, 1, 1, 20, 20, 16, 16, BF16, kv_lens=True, causal=True),
+    Case("kv_lens bias window", 3, 2, 2, 17, 18, 16, 16, F32, kv_lens=True, bias="1hqk", window=(6, 2)),
+    Case("varlen", 4, 2, 2, 20, 20, 16, 16, F32, varlen=True),
+    Case("varlen causal gqa bf16", 5, 4, 2, 19, 35, 16, 16, BF16, varlen=True, causal=True),
+    Case("varlen everything", 4, 2, 1, 33, 21, 16, 8, F32, varlen=True, window=(9, 4), softcap=3.0, sinks=True),
+    # everything at once
+    Case(
+        "everything",
+        *(3, 4, 2, 21, 35, 24, 16, F32),
+        bias="1hqk",
+        causal=True,
+        window=(20, None),
+        softcap=5.0,
+        sinks=True,
+        kv_lens=True,
+        scale=0.4,
+        layout="bshd",
+    ),
+    Case("everything f16", 2, 4, 1, 17, 33, 16, 24, F16, bias="b1qk-inf", causal=True, softcap=4.0, sinks=True),
+)
+
+_KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
+    (BF16, None),
+    (F16, None),
+    (F32, "tf32x3"),
+    (F32, "tf32"),
+    (F32, "ieee"),
+)
+_BUCKETS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128))
+_BUCKETS = (*_BUCKETS, (256, 256))
+
+
+def _kind(dtype: torch.dtype, precision: str | None) -> str:
+    return precision or {F16: "f16", BF16: "bf16"}[dtype]
+
+
+GPU: tuple[Case, ...] = (
+    *(
+        Case(f"{_kind(*kind)} {d}x{dv}", 2, 2, 2, 333, 421, d, dv, *kind, causal=i % 2 == 1)
+        for kind in (_KINDS[0], _KINDS[2])
+        for i, (d, dv) in enumerate(_BUCKETS)
+    ),
+    *(
+        Case(f"{_kind(*kind)} {d}", 1, 4, 2, 256, 320, d, d, *kind, causal=i % 2 == 0)
+        for kind in (_KINDS[1], _KINDS[3], _KINDS[4])
+        for i, d in enumerate((32, 64, 128, 256))
+    ),
+    Case("dims 8", 2, 2, 2, 129, 255, 8, 8, BF16),
+    Case("dims 8 and 256 f32", 1, 2, 1, 130, 127, 8, 256, F32, causal=True),
+    Case("square 1024", 2, 8, 8, 1024, 1024, 64, 64, BF16),
+    Case("square 1024 causal", 2, 8, 2, 1024, 1024, 128, 128, BF16, causal=True),
+    Case("square 512 f32", 2, 4, 4, 512, 512, 64, 64, F32),
+    Case("long keys", 1, 2, 1, 96, 4096, 64, 64, BF16, causal=True),
+    Case("one query", 4, 8, 2, 1, 2049, 128, 128, BF16, kv_lens=True, causal=True),
+    Case("one key", 2, 2, 2, 333, 1, 64, 64, F16),
+    Case("rows with nothing", 1, 4, 2, 421, 133, 64, 64, BF16, causal=True),
+    Case("rows with nothing f32", 1, 2, 2, 421, 133, 64, 64, F32, causal=True, sinks=True),
+    Case("bshd gqa", 2, 8, 2, 333, 333, 64, 64, F16, layout="bshd", causal=True),
+    Case("window", 2, 4, 4, 777, 777, 64, 64, BF16, window=(100, None), causal=True),
+    Case("window both f32", 1, 4, 2, 333, 421, 64, 64, F32, window=(65, 31)),
+    Case("window misses tiles", 1, 2, 2, 600, 900, 128, 128, BF16, window=(3, 2)),
+    Case("softcap", 1, 4, 4, 333, 421, 64, 64, BF16, softcap=3.0, magnitude=4.0),
+    Case("softcap f32", 1, 4, 2, 333, 421, 64, 64, F32, softcap=3.0, magnitude=4.0, causal=True),
+    Case("sinks", 2, 4, 2, 333, 421, 64, 64, BF16, sinks=True, causal=True, window=(128, None)),
+    Case("sinks f32", 2, 4, 2, 333, 421, 32, 32, F32, sinks=True),
+    Case("negative scale", 1, 2, 2, 333, 421, 64, 64, BF16, scale=-0.2),
+    Case("large scores bf16", 1, 4, 4, 333, 421, 64, 64, BF16, magnitude=8.0),
+    Case("large scores f16", 1, 4, 4, 333, 421, 64, 64, F16, magnitude=12.0, causal=True),
+    Case("large scores f32", 1, 4, 4, 333, 421, 64, 64, F32, magnitude=20.0),
+    Case("large scores tf32", 1, 4, 4, 333, 421, 64, 64, F32, "tf32", magnitude=8.0),
+    *(
+        Case(f"bias {bias}", 2, 4, 2, 333, 421, 64, 64, BF16, bias=bias, causal=i % 2 == 1)
+        for i, bias in enumerate(("bhqk", "1hqk", "b1qk", "11qk", "b11k", "bh1k", "1h1k", "bhq1", "1h11"))
+    ),
+    *(
+        Case(f"bias {bias} f32", 2, 4, 4, 129, 257, 32, 32, F32, bias=bias)
+        for bias in ("bhqk", "1hqk", "b11k", "bhq1", "1hqk-inf", "b1qk-bool")
+    ),
+    Case("bias 1hqk many", 64, 4, 4, 128, 136, 32, 32, BF16, bias="1hqk"),
+    Case("bias 1hqk f32 bias", 4, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk", bias_dtype=F32),
+    Case("bias bhqk -inf", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-inf", sinks=True),
+    Case("bias 1hqk -inf f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-inf"),
+    Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
+    Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
+    Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),
+    Case("kv_lens causal f32", 5, 4, 4, 256, 256, 64, 64, F32, kv_lens=True, causal=True),
+    Case("varlen", 7, 4, 2, 421, 421, 64, 64, BF16, varlen=True, causal=True),
+    Case("varlen f32", 6, 4, 4, 200, 333, 64, 64, F32, varlen=True),
+    Case("varlen everything", 6, 4, 1, 333, 200, 128, 64, F16, varlen=True, window=(99, 40), softcap=3.0, sinks=True),
+    Case(
+        "everything",
+        *(3, 8, 2, 333, 421, 80, 48, BF16),
+        bias="1hqk",
+        causal=True,
+        window=(200, None),
+        softcap=5.0,
+        sinks=True,
+        kv_lens=True,
+        scale=0.2,
+        layout="bshd",
+    ),
+    Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
+    Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
+    Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
+    Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
+    Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),
+)
+
+COMPILE: tuple[Case, ...] = (
+    *(
+        Case(f"{_kind(*kind)} {d} {'causal' if causal else 'full'}", 1, 2, 2, 512, 512, d, d, *kind, causal=causal)
+        for kind in _KINDS
+        for d in (16, 32, 64, 128, 256)
+        for causal in (False, True)
+    ),
+    *(
+        Case(f"{_kind(*kind)} {d} {option}", 2, 4, 2, 512, 512, d, d, *kind, **given)
+        for kind, d in ((_KINDS[0], 64), (_KINDS[0], 128), (_KINDS[2], 64))
+        for option, given in {
+            "bias bhqk": {"bias": "bhqk"},
+            "bias 1hqk": {"bias": "1hqk", "causal": True},
+            "bias b11k": {"bias": "b11k"},
+            "bias bhq1": {"bias": "bhq1"},
+            "bias bool": {"bias": "b1qk-bool"},
+            "window": {"window": (64, 32)},
+            "window causal sinks": {"window": (64, None), "causal": True, "sinks": True},
+            "softcap": {"softcap": 20.0},
+            "kv_lens": {"kv_lens": True, "causal": True},
+            "varlen": {"varlen": True},
+            "varlen causal": {"varlen": True, "causal": True},
+        }.items()
+    ),
+    *(Case(f"{_kind(*kind)} 40 full", 1, 2, 2, 512, 512, 40, 40, *kind) for kind in (_KINDS[0], _KINDS[2])),
+    *(Case(f"{_kind(*kind)} 192x128 full", 1, 2, 2, 512, 512, 192, 128, *kind) for kind in (_KINDS[0], _KINDS[2])),
+)
+
+_TOKENS = 32768  # batch x length of the bench cases
+
+BENCH: dict[str, tuple[Case, ...]] = {
+    "plain": tuple(
+        _square(f"D{d} {'causal ' if causal else ''}S{s}", _TOKENS // s, 2048 // d, s, d, BF16, causal=causal)
+        for d in (64, 128)
+        for causal in (False, True)
+        for s in (1024, 2048, 4096, 8192, 16384)
+    ),
+    "bias": tuple(
+        _square(f"({b},{h},{s},{d})", b, h, s, d, BF16, bias="1hqk")
+        for b, h, s, d in ((64, 4, 384, 32), (8, 16, 768, 32), (2, 16, 2048, 64), (1, 16, 4096, 128))
+    ),
+    "second": tuple(
+        _square(f"({b},{h},{s},{d}) {_kind(*kind)}", b, h, s, d, *kind)
+        for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
+        for kind in (_KINDS[0], _KINDS[2], _KINDS[3])
+    ),
+    "gqa": tuple(
+        _square(f"32/{kv} heads {'causal ' if causal else ''}S4096", 8, 32, 4096, 128, BF16, kv_heads=kv, causal=causal)
+        for kv in (8, 1)
+        for causal in (False, True)
+    ),
+    "varlen": tuple(
+        _square(f"{n} sequences to {s} D{d}", n, 2048 // d, s, d, BF16, varlen=True, causal=True)
+        for n, s, d in ((64, 1024, 64), (16, 4096, 128), (64, 1024, 128))
+    ),
+    "short": tuple(
+        _square(f"S{s} D{d}", _TOKENS // s, 1024 // d, s, d, BF16) for d in (64, 128) for s in (64, 128, 256, 512)
+    ),
+    "head_dims": tuple(
+        _square(f"D{d}", 8, max(1, 2048 // d), 4096, d, BF16, causal=True)
+        for d in (16, 32, 40, 64, 80, 96, 128, 192, 256)
+    ),
+}
+
+BENCH_CPU: dict[str, tuple[Case, ...]] = {
+    "plain": tuple(
+        _square(f"{'causal ' if causal else ''}S{s}", 1, 4, s, 64, F32, causal=causal)
+        for causal in (False, True)
+        for s in (512, 1024, 2048, 4096)
+    ),
+    "bias": tuple(_square(f"S{s}", 1, 4, s, 64, F32, bias="1hqk") for s in (512, 1024, 4096)),
+    "second": tuple(_square(f"S{s}", 1, 4, s, 64, F32) for s in (512, 1024, 4096)),
+    "gqa": (_square("8/2 heads S1024", 1, 8, 1024, 64, F32, kv_heads=2, causal=True),),
+    "varlen": (_square("8 sequences to 512", 8, 4, 512, 64, F32, varlen=True, causal=True),),
+    "short": tuple(_square(f"S{s}", 1024 // s, 4, s, 64, F32) for s in (64, 128, 256)),
+    "head_dims": tuple(_square(f"D{d}", 1, 4, 1024, d, F32) for d in (16, 40, 128, 256)),
+}
