@@ -120,8 +120,8 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
-    """The problem that `attention(*args, **kwargs)` (or `attention_varlen`, given cu_seqlens) poses, and `backend`."""
+def inputs_of(*args: Any, **kwargs: Any) -> tuple[Inputs, Options, str | None]:
+    """What kernels get for `attention(*args, **kwargs)` (or `attention_varlen`, given cu_seqlens), and `backend`."""
     varlen = len(args) > 3 or "cu_seqlens_q" in kwargs
     bound = inspect.signature(attention_varlen if varlen else attention).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -131,6 +131,12 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
     if varlen:
         given.pop("bias")
     x, o = (_checked_varlen if varlen else _checked)(**given)
+    return x, o, backend
+
+
+def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
+    """The problem that `attention(*args, **kwargs)` (or `attention_varlen`, given cu_seqlens) poses, and `backend`."""
+    x, o, backend = inputs_of(*args, **kwargs)
     return problem(x, o, bias_grad=x.bias is not None and x.bias.requires_grad), backend
 
 
