@@ -1,0 +1,155 @@
+"""What the launchers of the Triton attention kernels share: tile configurations, strides, counts, constexprs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adatom.device import facts
+from adatom.ops.attention.problem import Inputs, Options, bias_kind
+
+_BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
+_L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H100's L2
+
+
+class Config(NamedTuple):
+    """How a kernel is tiled: block_m queries x block_n keys, warps, pipeline stages; tma: operands by tensor
+    descriptor; spill: bytes of registers it may spill."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    spill: int = 0
+
+
+Configs = dict[int, dict[tuple[str, int], Config]]
+_INTERPRETED = Config(16, 16, 4, 1)
+_forced: dict[str, Config] = {}
+
+
+@contextmanager
+def forcing(name: str, config: Config) -> Iterator[None]:
+    """While active, the kernel called `name` ("fwd", "bwd_q", ...) uses `config`. For tuning."""
+    before = _forced.get(name)
+    _forced[name] = config
+    try:
+        yield
+    finally:
+        if before is None:
+            del _forced[name]
+        else:
+            _forced[name] = before
+
+
+def family(arch: int) -> int:
+    """The architecture whose configurations serve `arch`: 90 (TMA, 227 KB of shared memory), 80 (163 KB), 86 (99 KB)."""
+    if 90 <= arch < 120:
+        return 90
+    return 80 if arch in (80, 87) else 86
+
+
+def pick(name: str, configs: Configs, call: Call) -> Config:
+    """The configuration of kernel `name` for this call."""
+    if name in _forced:
+        return _forced[name]
+    if call.device.arch == 0:
+        return _INTERPRETED
+    dim = max(call.head_dim, call.head_dim_v)
+    return configs[family(call.device.arch)][call.kind, 64 if dim <= 64 else 128 if dim <= 128 else 256]
+
+
+def _pow2(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+class Call:
+    """One call as the kernels take it."""
+
+    def __init__(self, x: Inputs, o: Options) -> None:
+        q, k, v, bias = x.q, x.k, x.v, x.bias
+        self.x, self.o = x, o
+        self.device = facts(q.device)
+        self.varlen = x.cu_seqlens_q is not None
+        if self.varlen:
+            self.len_q, self.heads, self.head_dim = q.shape
+            self.len_k, self.kv_heads, self.head_dim_v = v.shape
+            self.batch = x.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+        else:
+            self.batch, self.heads, self.len_q, self.head_dim = q.shape
+            _, self.kv_heads, self.len_k, self.head_dim_v = v.shape
+        self.kind = "half" if q.dtype.itemsize == 2 else o.precision
+        self.scale = o.scale
+        # causal is a right window of 0
+        self.right = (0 if o.window_right < 0 else min(o.window_right, 0)) if o.causal else o.window_right
+        self.left = o.window_left
+        self.bias = q if bias is None else bias
+        self.bias_strides = (0, 0, 0, 0) if bias is None else broadcast_strides(bias)
+        self.sinks = q if x.sinks is None else x.sinks
+        self.lens = q if x.kv_lens is None else x.kv_lens
+        self.cu = (x.cu_seqlens_q, x.cu_seqlens_k) if self.varlen else (q, q)
+        self.generic = bias is not None or o.softcap > 0
+        self.meta = {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_D": _pow2(self.head_dim),
+            "BLOCK_DV": _pow2(self.head_dim_v),
+            "BIAS": _BIAS[bias_kind(bias)],
+            "SOFTCAP": o.softcap > 0,
+            "LEFT": self.left >= 0,
+            "RIGHT": self.right >= 0,
+            "SINKS": x.sinks is not None,
+            "LENS": x.kv_lens is not None,
+            "VARLEN": self.varlen,
+            "PRECISION": "ieee" if self.kind == "half" else o.precision,
+        }
+
+    def programs(self, length: int, block: int) -> int:
+        """How many programs cover `length` rows of every head in blocks; 0 for an empty problem."""
+        if self.varlen:
+            return (length // block + self.batch) * self.heads if length else 0
+        return -(-length // block) * self.batch * self.heads
+
+    def counts(self) -> tuple[int, ...]:
+        """heads, kv_heads, n_heads (sequences when packed), group, len_q, len_k, left, right."""
+        n_heads = self.batch if self.varlen else self.batch * self.heads
+        head_bytes = self.len_k * (self.head_dim + self.head_dim_v) * self.x.k.element_size()
+        sharing = self.heads // max(self.kv_heads, 1)
+        group = max(1, min(n_heads, _L2_BYTES * sharing // max(head_bytes, 1)))
+        return (self.heads, self.kv_heads, n_heads, group, self.len_q, self.len_k, self.left, self.right)
+
+    def even(self, length: int, block: int) -> bool:
+        """Whether every block of that length is whole, known without looking at the device."""
+        return not self.varlen and self.x.kv_lens is None and length % block == 0
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Batch, head and length strides; packed tensors have no batch stride."""
+        if self.varlen:
+            return 0, x.stride(1), x.stride(0)
+        return x.stride(0), x.stride(1), x.stride(2)
+
+    def use_tma(self, config: Config, *tensors: torch.Tensor) -> bool:
+        """Whether to read these by descriptor: large enough to repay making one, and laid out for it."""
+        return (
+            config.tma
+            and not self.varlen
+            and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= 2**28
+            and all(
+                x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
+                for x in tensors
+            )
+        )
+
+    def tile(self, x: torch.Tensor, block: int) -> Any:
+        """A descriptor of x (batch, heads, length, dim) that loads `block` rows of one head."""
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, _pow2(x.shape[-1])])
+
+
+def broadcast_strides(bias: torch.Tensor) -> tuple[int, int, int, int]:
+    """Strides of a 4-D bias, 0 along dimensions of size 1."""
+    return tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))  # type: ignore[return-value]

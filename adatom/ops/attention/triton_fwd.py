@@ -1,0 +1,220 @@
+"""Attention forward in Triton, sm_80 and up: one program owns a block of queries and walks over the keys it can see.
+
+Online softmax in base 2 (Dao, arXiv:2307.08691). Key blocks inside the mask are handled without it: the loop runs up
+to three times, over the blocks that the left edge cuts, the whole ones, and those that the right edge or the end cuts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
+from adatom.ops.attention.triton_call import Call, Config, pick
+from adatom.tiles.launch import launch
+from adatom.tiles.triton import (
+    KEY,
+    LN2,
+    LOG2E,
+    NONE,
+    add_bias,
+    bias_offset,
+    dot,
+    find_sequence,
+    load_bias,
+    load_tile,
+    store_tile,
+    tanh,
+    tile_of,
+    visible,
+)
+
+# (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
+CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
+    90: {
+        ("half", 64): Config(128, 128, 8, 3, tma=True),
+        ("half", 128): Config(128, 128, 8, 2, tma=True),
+        ("half", 256): Config(128, 64, 8, 2, tma=True),
+        ("tf32", 64): Config(128, 64, 8, 2),
+        ("tf32", 128): Config(128, 32, 8, 2),
+        ("tf32", 256): Config(64, 32, 8, 1),
+        ("tf32x3", 64): Config(64, 32, 4, 2),
+        ("tf32x3", 128): Config(64, 32, 8, 1),
+        ("tf32x3", 256): Config(32, 32, 8, 1),
+        ("ieee", 64): Config(64, 32, 8, 1),
+        ("ieee", 128): Config(32, 32, 8, 1),
+        ("ieee", 256): Config(16, 32, 8, 1),
+    },
+    80: {
+        ("half", 64): Config(128, 64, 4, 3),
+        ("half", 128): Config(128, 64, 8, 2),
+        ("half", 256): Config(64, 32, 8, 2),
+        ("tf32", 64): Config(64, 64, 4, 2),
+        ("tf32", 128): Config(64, 32, 8, 2),
+        ("tf32", 256): Config(32, 32, 8, 1),
+        ("tf32x3", 64): Config(64, 32, 4, 2),
+        ("tf32x3", 128): Config(32, 32, 8, 1),
+        ("tf32x3", 256): Config(32, 16, 8, 1),
+        ("ieee", 64): Config(64, 32, 8, 1),
+        ("ieee", 128): Config(32, 32, 8, 1),
+        ("ieee", 256): Config(16, 32, 8, 1),
+    },
+}
+CONFIGS[86] = CONFIGS[80] | {
+    ("half", 64): Config(128, 64, 4, 2),
+    ("half", 128): Config(64, 64, 4, 2),
+    ("half", 256): Config(64, 32, 8, 1),
+    ("tf32", 64): Config(64, 32, 4, 2),
+    ("tf32", 128): Config(32, 32, 4, 1),
+}
+
+
+@triton.jit
+def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm, stride_bn, m0,
+          offset, scale, softcap, left, right, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+          BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr,
+          LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One block of keys: scores, the new running maximum, P, and P V added to the rescaled accumulator."""
+    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, not MASK, TMA)
+    s = dot(q, k.T, None, PRECISION)
+    cols = n0 + tl.arange(0, BLOCK_N)
+    if SCALE_MAX:  # nothing comes between q k^T and the softmax: scale the maximum and fold the rest into one FMA
+        if MASK:
+            s = tl.where(visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASK else m_new
+        p = tl.exp2(s * (scale * LOG2E) - m_safe[:, None])
+    else:
+        if SOFTCAP:
+            s = (softcap * LOG2E) * tanh(s * (scale / softcap))
+        else:
+            s = s * (scale * LOG2E)
+        if BIAS != NONE:
+            tile = load_bias(Bias + bias_offset(m0, n0, stride_bm, stride_bn, BIAS), tl.arange(0, BLOCK_M)[:, None],
+                             tl.arange(0, BLOCK_N)[None, :], stride_bm, stride_bn, len_q - m0, len_k - n0, BIAS)
+            s = add_bias(s, tile)
+        if MASK:
+            s = tl.where(visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    l = l * alpha + tl.sum(p, 1)
+    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, not MASK, TMA)
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    return acc, m_new, l
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"])
+def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
+                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                stride_ob, stride_oh, stride_om, stride_bb, stride_bh, stride_bm, stride_bn,
+                heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr, LEFT: tl.constexpr,
+                RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr,
+                EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    pid = tl.program_id(0)
+    if VARLEN:  # n_heads counts sequences here; lse is (heads, tokens) and len_q its row length
+        b, tile = find_sequence(CuQ, n_heads, pid // heads, BLOCK_M)
+        h = pid % heads
+        hk = h // (heads // kv_heads)
+        start_q = tl.load(CuQ + b).to(tl.int64)
+        start_k = tl.load(CuK + b).to(tl.int64)
+        Lse += tl.cast(h, tl.int64) * len_q + start_q
+        len_q = (tl.load(CuQ + b + 1) - start_q).to(tl.int32)
+        len_k = (tl.load(CuK + b + 1) - start_k).to(tl.int32)
+        if tile * BLOCK_M >= len_q:
+            return
+        Q += start_q * stride_qm + h * stride_qh
+        K += start_k * stride_kn + hk * stride_kh
+        V += start_k * stride_vn + hk * stride_vh
+        Out += start_q * stride_om + h * stride_oh
+    else:
+        tile, bh = tile_of(pid, tl.cdiv(len_q, BLOCK_M), n_heads, group)
+        b = bh // heads
+        h = bh % heads
+        hk = h // (heads // kv_heads)
+        Lse += tl.cast(bh, tl.int64) * len_q
+        b64 = tl.cast(b, tl.int64)
+        Out += b64 * stride_ob + tl.cast(h, tl.int64) * stride_oh
+        if not TMA:
+            Q += b64 * stride_qb + tl.cast(h, tl.int64) * stride_qh
+            K += b64 * stride_kb + tl.cast(hk, tl.int64) * stride_kh
+            V += b64 * stride_vb + tl.cast(hk, tl.int64) * stride_vh
+        if BIAS != NONE:
+            Bias += b64 * stride_bb + tl.cast(h, tl.int64) * stride_bh
+        if LENS:
+            len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
+
+    m0 = tile * BLOCK_M
+    rows = m0 + tl.arange(0, BLOCK_M)
+    offset = len_k - len_q
+    # keys begin..end are seen by some query of the block, whole_begin..whole_end (in whole blocks) by all of them
+    begin = 0
+    end = len_k
+    whole_end = len_k // BLOCK_N * BLOCK_N
+    if RIGHT:
+        end = tl.minimum(end, m0 + BLOCK_M + offset + right)
+        whole_end = tl.minimum(whole_end, tl.maximum(m0 + offset + right + 1, 0) // BLOCK_N * BLOCK_N)
+    whole_begin = 0
+    if LEFT:
+        begin = tl.maximum(m0 + offset - left, 0) // BLOCK_N * BLOCK_N
+        whole_begin = tl.minimum(tl.cdiv(tl.maximum(m0 + BLOCK_M - 1 + offset - left, 0), BLOCK_N) * BLOCK_N, end)
+        whole_end = tl.maximum(whole_end, whole_begin)
+
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    if SINKS:  # a key with score sink and value 0
+        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
+        m = tl.zeros((BLOCK_M,), tl.float32) + sink
+        l = tl.zeros((BLOCK_M,), tl.float32) + tl.where(sink == float("-inf"), 0.0, 1.0)
+    else:
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_M,), tl.float32)
+
+    if LEFT:
+        for n0 in range(begin, whole_begin, BLOCK_N):
+            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
+                              stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    for n0 in range(whole_begin, whole_end, BLOCK_N):
+        acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
+                          stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                          BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    if RIGHT or not EVEN_N:
+        for n0 in range(whole_end, end, BLOCK_N):
+            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
+                              stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+
+    seen = l > 0.0
+    l = tl.where(seen, l, 1.0)
+    store_tile(Out, acc * (1.0 / l)[:, None], m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    tl.store(Lse + rows, tl.where(seen, (m + tl.log2(l)) * LN2, float("-inf")), mask=rows < len_q)
+
+
+def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; the contract is in docs/design.md."""
+    call = Call(x, o)
+    config = pick("fwd", CONFIGS, call)
+    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
+    tma = call.use_tma(config, x.q, x.k, x.v)
+    q, k, v = (
+        (call.tile(x.q, config.block_m), call.tile(x.k, config.block_n), call.tile(x.v, config.block_n))
+        if tma
+        else (x.q, x.k, x.v)
+    )
+    args = (
+        q, k, v, call.bias, call.sinks, call.lens, *call.cu, out, lse,
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
+        *call.counts(), call.scale, o.softcap,
+    )  # fmt: skip
+    meta = dict(
+        **call.meta, SCALE_MAX=o.scale > 0 and not call.generic, EVEN_M=call.even(call.len_q, config.block_m),
+        EVEN_N=call.even(call.len_k, config.block_n), TMA=tma, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    launch(_fwd_kernel, call.programs(call.len_q, config.block_m), args, meta)
+    return out, lse
