@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], int], None]
 _observer: Observer | None = None
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """While active, `launch` hands (kernel, args, meta) to `observer` and runs nothing."""
+    """While active, `launch` hands (kernel, args, meta, spill) to `observer` and runs nothing."""
     global _observer
     before, _observer = _observer, observer
     try:
@@ -21,12 +21,12 @@ def observed(observer: Observer) -> Iterator[None]:
         _observer = before
 
 
-def launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+def launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, Any], spill: int = 0) -> None:
     """Run `kernel` with that many programs. `meta` holds its constexprs and num_warps, num_stages.
 
-    Nothing is launched for 0 programs.
+    Nothing is launched for 0 programs. spill: bytes of registers it may spill, for `adatom compile` to check.
     """
     if _observer is not None:
-        _observer(kernel, args, meta)
+        _observer(kernel, args, meta, spill)
     elif programs:
         kernel[(programs,)](*args, **meta)
