@@ -75,6 +75,11 @@ def load(target: str) -> Callable[..., Any]:
     return launcher
 
 
+def _asked(problem: Any, backend: str | None) -> tuple[Any, str | None]:
+    """`backend="deterministic"` names no row: it asks for the fastest row whose results never vary."""
+    return (problem._replace(deterministic=True), None) if backend == "deterministic" else (problem, backend)
+
+
 def _family(backend: str, name: str) -> bool:
     """Whether a row called `name` serves `backend=`: its own name, or a variant of it (triton -> triton_atomic)."""
     return name == backend or name.startswith(backend + "_")
@@ -86,6 +91,7 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
 
     Raises NotImplementedError listing every row with its reason when none fits.
     """
+    problem, backend = _asked(problem, backend)
     candidates = [row for row in rows(op) if backend is None or _family(backend, row.backend)]
     if backend is not None and not candidates:
         known = ", ".join(dict.fromkeys(row.backend for row in rows(op)))
@@ -104,6 +110,7 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
 
 def verdicts(op: str, problem: Any, backend: str | None = None) -> list[Verdict]:
     """Every row of pass `op` with the reason it is unfit for `problem`, the chosen one marked."""
+    problem, backend = _asked(problem, backend)
     out, taken = [], False
     for row in rows(op):
         reason = row.unfit(problem)

@@ -54,7 +54,8 @@ def attention(
             "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes or on the CPU.
         return_lse: also return lse, the natural log of the softmax denominator, float32 (batch, heads, seqlen_q),
             differentiable.
-        backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
+        backend: one backend by name (see `adatom.explain`), with no fallback; or "deterministic": the fastest whose
+            results do not vary from run to run, in every derivative. Default: the fastest that fits.
 
     Returns:
         out (batch, heads, seqlen_q, head_dim_v) in q's dtype, in q's memory order; or (out, lse). A query with nothing

@@ -39,7 +39,7 @@ def triton_atomic(p: Problem) -> str | None:
     if reason is not None:
         return reason
     if p.deterministic:
-        return "not deterministic, and torch.use_deterministic_algorithms(True) is on"
+        return "not deterministic, and that was asked for (torch.use_deterministic_algorithms or backend='deterministic')"
     if p.dtype == torch.float32:
         return "float32 accumulates dq in registers instead (the deterministic row)"
     return None
