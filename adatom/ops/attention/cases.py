@@ -26,7 +26,7 @@ class Case(NamedTuple):
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
     layout: memory order of q, k and v, "bhsd" or "bshd". magnitude: standard deviation of q, thus of the scores.
-    bias_dtype: dtype of the bias and the sinks; None is that of q.
+    bias_dtype: dtype of the bias and the sinks; None is that of q. bias_grad: whether a float bias wants its gradient.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     layout: str = "bhsd"
     magnitude: float = 1.0
     bias_dtype: torch.dtype | None = None
+    bias_grad: bool = True
 
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
@@ -178,7 +179,7 @@ def bytes_moved(case: Case, op: str) -> float:
     if case.bias_shape is not None:
         boolean = case.bias.endswith("-bool")
         bias = torch.Size(case.bias_shape).numel() * (1 if boolean else (case.bias_dtype or case.dtype).itemsize)
-        dbias = 0 if boolean else bias
+        dbias = 0 if boolean or not case.bias_grad else bias
     inputs, grads = q + kv + bias, q + kv + dbias
     return {
         "attention_fwd": inputs + out + lse,
@@ -232,6 +233,7 @@ SMALL: tuple[Case, ...] = (
     Case("bias 1hqk bf16", 3, 2, 1, 17, 19, 16, 16, BF16, bias="1hqk", causal=True),
     Case("bias b1qk", 2, 2, 2, 19, 18, 16, 16, F32, bias="b1qk"),
     Case("bias 11qk f16", 2, 2, 1, 16, 20, 16, 16, F16, bias="11qk", layout="bshd"),
+    Case("bias 11qk, no gradient", 2, 2, 1, 18, 20, 16, 16, F32, bias="11qk", bias_grad=False),
     Case("bias b11k", 2, 2, 2, 17, 33, 16, 16, F32, bias="b11k"),
     Case("bias bh1k bf16, f32 bias", 2, 2, 1, 33, 18, 16, 16, BF16, bias="bh1k", bias_dtype=F32),
     Case("bias 1h1k", 2, 2, 2, 20, 19, 16, 16, F32, bias="1h1k", sinks=True),
@@ -271,8 +273,7 @@ _KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
     (F32, "tf32"),
     (F32, "ieee"),
 )
-_BUCKETS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128))
-_BUCKETS = (*_BUCKETS, (256, 256))
+_DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128))
 
 
 def _kind(dtype: torch.dtype, precision: str | None) -> str:
@@ -283,7 +284,7 @@ GPU: tuple[Case, ...] = (
     *(
         Case(f"{_kind(*kind)} {d}x{dv}", 2, 2, 2, 333, 421, d, dv, *kind, causal=i % 2 == 1)
         for kind in (_KINDS[0], _KINDS[2])
-        for i, (d, dv) in enumerate(_BUCKETS)
+        for i, (d, dv) in enumerate(_DIMS)
     ),
     *(
         Case(f"{_kind(*kind)} {d}", 1, 4, 2, 256, 320, d, d, *kind, causal=i % 2 == 0)
@@ -325,6 +326,7 @@ GPU: tuple[Case, ...] = (
     Case("bias 1hqk f32 bias", 4, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk", bias_dtype=F32),
     Case("bias bhqk -inf", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-inf", sinks=True),
     Case("bias 1hqk -inf f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-inf"),
+    Case("bias 1hqk, no gradient", 2, 4, 4, 333, 421, 64, 64, BF16, bias="1hqk", bias_grad=False),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
     Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),
@@ -351,6 +353,20 @@ GPU: tuple[Case, ...] = (
     Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),
 )
 
+_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bias bhqk", {"bias": "bhqk"}),
+    ("bias 1hqk causal", {"bias": "1hqk", "causal": True}),
+    ("bias b11k", {"bias": "b11k"}),
+    ("bias bhq1", {"bias": "bhq1"}),
+    ("bias bool", {"bias": "b1qk-bool"}),
+    ("window", {"window": (64, 32)}),
+    ("window causal sinks", {"window": (64, None), "causal": True, "sinks": True}),
+    ("softcap", {"softcap": 20.0}),
+    ("kv_lens causal", {"kv_lens": True, "causal": True}),
+    ("varlen", {"varlen": True}),
+    ("varlen causal", {"varlen": True, "causal": True}),
+)
+
 COMPILE: tuple[Case, ...] = (
     *(
         Case(f"{_kind(*kind)} {d} {'causal' if causal else 'full'}", 1, 2, 2, 512, 512, d, d, *kind, causal=causal)
@@ -359,24 +375,15 @@ COMPILE: tuple[Case, ...] = (
         for causal in (False, True)
     ),
     *(
-        Case(f"{_kind(*kind)} {d} {option}", 2, 4, 2, 512, 512, d, d, *kind, **given)
+        Case(f"{_kind(*kind)} {d} {name}", 2, 4, 2, 512, 512, d, d, *kind, **options)
         for kind, d in ((_KINDS[0], 64), (_KINDS[0], 128), (_KINDS[2], 64))
-        for option, given in {
-            "bias bhqk": {"bias": "bhqk"},
-            "bias 1hqk": {"bias": "1hqk", "causal": True},
-            "bias b11k": {"bias": "b11k"},
-            "bias bhq1": {"bias": "bhq1"},
-            "bias bool": {"bias": "b1qk-bool"},
-            "window": {"window": (64, 32)},
-            "window causal sinks": {"window": (64, None), "causal": True, "sinks": True},
-            "softcap": {"softcap": 20.0},
-            "kv_lens": {"kv_lens": True, "causal": True},
-            "varlen": {"varlen": True},
-            "varlen causal": {"varlen": True, "causal": True},
-        }.items()
+        for name, options in _VARIANTS
     ),
-    *(Case(f"{_kind(*kind)} 40 full", 1, 2, 2, 512, 512, 40, 40, *kind) for kind in (_KINDS[0], _KINDS[2])),
-    *(Case(f"{_kind(*kind)} 192x128 full", 1, 2, 2, 512, 512, 192, 128, *kind) for kind in (_KINDS[0], _KINDS[2])),
+    *(
+        Case(f"{_kind(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
+        for kind in (_KINDS[0], _KINDS[2])
+        for d, dv in ((40, 40), (192, 128))
+    ),
 )
 
 _TOKENS = 32768  # batch x length of the bench cases

@@ -1,0 +1,117 @@
+"""No GPU kernel without proof: its current code must have passed `adatom verify --record` on some GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from adatom import evidence, registry
+
+KERNEL = '''
+"""A kernel."""
+import torch
+from adatom.tiles.softmax import step
+from adatom.ops.op.triton_call import launch
+from adatom.ops.op.problem import Inputs
+
+CONFIGS = {90: (128, 64)}
+
+def forward(x):
+    """Returns y."""
+    return step(x, None)
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    root = tmp_path / "adatom"
+    (root / "ops" / "op").mkdir(parents=True)
+    (root / "tiles").mkdir()
+    (root / "ops" / "op" / "triton_fwd.py").write_text(KERNEL)
+    (root / "ops" / "op" / "triton_call.py").write_text("from adatom.tiles import launch\n")
+    (root / "ops" / "op" / "problem.py").write_text("Inputs = 1\n")
+    (root / "tiles" / "softmax.py").write_text("step = 1\n")
+    (root / "tiles" / "launch.py").write_text("launch = 1\n")
+    (root / "tiles" / "other.py").write_text("other = 1\n")
+    return root
+
+
+def changed(package: Path, file: str, text: str) -> bool:
+    before = evidence.code_hash("op.triton_fwd:forward", package)
+    (package / file).write_text(text)
+    return evidence.code_hash("op.triton_fwd:forward", package) != before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# a comment\n" + KERNEL,
+        KERNEL.replace("A kernel.", "The kernel, documented."),
+        KERNEL.replace('"""Returns y."""', "# bare"),
+        KERNEL.replace("step(x, None)", "step(\n        x, None,\n    )"),
+    ],
+    ids=["comment", "docstring", "no docstring", "formatting"],
+)
+def test_hash_is_blind_to_what_does_not_run(package, text):
+    assert not changed(package, "ops/op/triton_fwd.py", text)
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("ops/op/triton_fwd.py", KERNEL.replace("step(x, None)", "step(x, 0)")),
+        ("ops/op/triton_fwd.py", KERNEL.replace("(128, 64)", "(128, 128)")),
+        ("ops/op/triton_fwd.py", KERNEL.replace("(x)", "(y)", 1)),
+        ("tiles/softmax.py", "step = 2\n"),
+        ("ops/op/triton_call.py", "from adatom.tiles import launch\nflag = True\n"),
+        ("tiles/launch.py", "launch = 2\n"),
+    ],
+    ids=["constant", "tile size", "argument", "tiles", "launcher", "tiles of the launcher"],
+)
+def test_hash_sees_code(package, file, text):
+    assert changed(package, file, text)
+
+
+def test_hash_leaves_out_what_the_kernel_does_not_use(package):
+    assert not changed(package, "tiles/other.py", "other = 2\n")
+    assert not changed(package, "ops/op/problem.py", "Inputs = 2\n")
+
+
+def test_none_differs_from_no_value():
+    assert evidence.digest("return_ = None") != evidence.digest("return_ = 0")
+    assert evidence.digest("def f(): return None") != evidence.digest("def f(): return")
+
+
+def test_every_row_has_a_hash():
+    for row in registry.ROWS:
+        assert len(evidence.code_hash(row.target)) == 64
+
+
+def test_record_round_trip_and_failures_prove_nothing(tmp_path):
+    row = registry.ROWS[0]
+    now = evidence.code_hash(row.target)
+    good = evidence.Proof(row.op, row.backend, now, 3, 0.5, "case", "out")
+    for proof, names in (
+        (good, ["gpu.json"]),
+        (good._replace(worst=1.5), []),
+        (good._replace(worst=float("inf")), []),
+        (good._replace(worst=float("nan")), []),
+        (good._replace(cases=0), []),
+        (good._replace(hash="0" * 64), []),
+        (good._replace(backend="other"), []),
+    ):
+        evidence.write(tmp_path / "gpu.json", {"gpu": "a GPU"}, [proof])
+        records = evidence.read(tmp_path)
+        assert evidence.proven(row.op, row.backend, row.target, records) == names
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in registry.ROWS if evidence.on_gpu(r.target)], ids=lambda r: f"{r.op}-{r.backend}"
+)
+def test_every_gpu_kernel_is_proven(row):
+    records = evidence.read()
+    if not records:
+        pytest.skip("evidence/ is empty: run `adatom verify --record evidence/<gpu>.json` on a GPU")
+    assert evidence.proven(row.op, row.backend, row.target, records), (
+        f"{row.op} {row.backend}: the code of {row.target} has changed since it was last verified on a GPU; "
+        "run `adatom verify --record evidence/<gpu>.json` on one"
+    )
