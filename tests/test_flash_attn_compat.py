@@ -1,0 +1,226 @@
+"""flash-attn's documented behaviour, through adatom.compat.flash_attn."""
+
+import inspect
+
+import pytest
+import torch
+
+from adatom.compat import flash_attn
+from adatom.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+# What follows the tensors in every function of flash-attn 2.8, in order, with defaults.
+TAIL = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+CU = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+SIGNATURES = {
+    "flash_attn_func": (("q", "k", "v"), TAIL),
+    "flash_attn_kvpacked_func": (("q", "kv"), TAIL),
+    "flash_attn_qkvpacked_func": (("qkv",), TAIL),
+    "flash_attn_varlen_func": (("q", "k", "v", *CU), {**TAIL, "block_table": None}),
+    "flash_attn_varlen_kvpacked_func": (("q", "kv", *CU), TAIL),
+    "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), TAIL),
+}
+
+
+def dense(q, k, v, scale=None, keep=None, softcap=0.0, alibi=None):
+    """Attention on (batch, seqlen, heads, head_dim) by its definition. keep, alibi: broadcast to the scores."""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi is not None:
+        scores = scores + alibi
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -torch.inf)
+    p = torch.softmax(scores, -1).nan_to_num(0.0)
+    return torch.einsum("bhij,bjhd->bihd", p, v), torch.logsumexp(scores, -1)
+
+
+def tensors(*shapes, seed=0, grad=False):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, dtype=torch.float64, generator=g).requires_grad_(grad) for s in shapes]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    tensors, options = SIGNATURES[name]
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters
+    assert list(parameters) == [*tensors, *options]
+    assert {n: p.default for n, p in parameters.items() if p.default is not p.empty} == options
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, picture",
+    [(2, 5, "11110 11111"), (5, 2, "00 00 00 10 11")],
+)
+def test_causal_mask_as_pictured(seqlen_q, seqlen_k, picture):
+    """The masks drawn in flash-attn's documentation; a row of zeros gives a zero output."""
+    keep = torch.tensor([[c == "1" for c in row] for row in picture.split()])
+    q, k = tensors((1, seqlen_q, 2, 8), (1, seqlen_k, 2, 8))
+    v = torch.eye(seqlen_k, dtype=torch.float64)[None, :, None].expand(1, seqlen_k, 2, seqlen_k)  # out is the weights
+    out, lse, probs = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert ((out[0] > 0) == keep[:, None]).all()
+    close(out[0].sum(-1), keep.any(-1).double()[:, None].expand(seqlen_q, 2))
+    expected, expected_lse = dense(q, k, v, keep=keep)
+    close(out, expected)
+    close(lse, expected_lse)
+    assert probs is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1), (0, 0), (-1, 1), (3, -1)])
+def test_window(causal, window):
+    """Query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, inclusive."""
+    seqlen_q, seqlen_k = 6, 9
+    q, k, v = tensors((2, seqlen_q, 4, 8), (2, seqlen_k, 2, 8), (2, seqlen_k, 2, 8))
+    i = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k)
+    keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    left, right = window
+    if left >= 0:
+        keep &= j >= i - left
+    if right >= 0:
+        keep &= j <= i + right
+    if causal:
+        keep &= j <= i
+    close(flash_attn_func(q, k, v, causal=causal, window_size=window), dense(q, k, v, keep=keep)[0])
+
+
+def test_grouped_heads_are_consecutive():
+    """With 6 query heads and 2 key heads, heads 0, 1, 2 use key head 0 and heads 3, 4, 5 key head 1."""
+    q, k, v = tensors((2, 5, 6, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    out = flash_attn_func(q, k, v)
+    for head in range(6):
+        kv = [x[:, :, head // 3 : head // 3 + 1] for x in (k, v)]
+        close(out[:, :, head : head + 1], dense(q[:, :, head : head + 1], *kv)[0])
+
+
+def test_options_in_order():
+    """dropout_p, softmax_scale, causal, window_size, softcap, ... by position, as old code passes them."""
+    q, k, v = tensors((2, 6, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    out = flash_attn_func(q, k, v, 0.0, 0.3, True, (2, 0), 1.5, None, True, False)
+    close(out, dense(q, k, v, 0.3, (j <= i) & (j >= i - 2), 1.5)[0])
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi(per_batch, causal):
+    q, k, v = tensors((2, 4, 3, 8), (2, 6, 3, 8), (2, 6, 3, 8))
+    slopes = torch.rand((2, 3) if per_batch else (3,), generator=torch.Generator().manual_seed(1))
+    i, j = torch.arange(4)[:, None] + 2, torch.arange(6)
+    bias = -slopes.double().reshape(-1, 3, 1, 1) * (i - j).abs()
+    out = flash_attn_func(q, k, v, alibi_slopes=slopes, causal=causal)
+    close(out, dense(q, k, v, keep=(j <= i) if causal else None, alibi=bias)[0])
+
+
+def test_gradients_reach_the_packed_tensor():
+    (qkv,) = tensors((2, 6, 3, 2, 8), grad=True)
+    out = flash_attn_qkvpacked_func(qkv, causal=True)
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    expected, _ = dense(*qkv.unbind(2), keep=j <= i)
+    close(out, expected)
+    (dout,) = tensors(out.shape, seed=3)
+    close(*(torch.autograd.grad(o, qkv, dout)[0] for o in (out, expected)))
+
+    q, kv = tensors((2, 5, 4, 8), (2, 7, 2, 2, 8), grad=True)
+    out = flash_attn_kvpacked_func(q, kv, softmax_scale=0.5)
+    expected, _ = dense(q, *kv.unbind(2), scale=0.5)
+    close(out, expected)
+    (dout,) = tensors(out.shape, seed=3)
+    for a, b in zip(torch.autograd.grad(out, (q, kv), dout), torch.autograd.grad(expected, (q, kv), dout)):
+        close(a, b)
+
+
+def test_views_are_not_copied():
+    (qkv,) = tensors((2, 6, 3, 2, 8))
+    out = flash_attn_qkvpacked_func(qkv)
+    assert out.shape == (2, 6, 2, 8) and out.is_contiguous()
+
+
+def test_varlen_is_each_sequence_alone():
+    lens_q, lens_k = [3, 0, 5, 1], [4, 2, 5, 0]
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (lens_q, lens_k))
+    q, k, v = tensors((9, 4, 8), (11, 2, 8), (11, 2, 8), grad=True)
+    out, lse, probs = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 5, 5, 0.0, None, True, (2, -1), return_attn_probs=True
+    )
+    assert out.shape == q.shape and lse.shape == (4, 9) and probs is None
+    expected = []
+    for n in range(4):
+        one = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        i, j = torch.arange(lens_q[n])[:, None] + lens_k[n] - lens_q[n], torch.arange(lens_k[n])
+        expected.append(dense(q[None, one[0]], k[None, one[1]], v[None, one[1]], keep=(j <= i) & (j >= i - 2))[0][0])
+    expected = torch.cat(expected)
+    close(out, expected)
+    (dout,) = tensors(out.shape, seed=3)
+    got, want = (torch.autograd.grad(o, (q, k, v), dout) for o in (out, expected))
+    for a, b in zip(got, want):
+        close(a, b.nan_to_num(0.0))  # softmax over no keys at all: autograd of the formula gives NaN there
+
+
+def test_varlen_packed_forms():
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    (qkv,) = tensors((9, 3, 2, 8))
+    out = flash_attn_varlen_qkvpacked_func(qkv, cu, 5, causal=True)
+    for a, b in ((0, 4), (4, 9)):
+        close(out[None, a:b], flash_attn_qkvpacked_func(qkv[None, a:b], causal=True))
+    close(out, flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], cu, cu, 5, 5, causal=True))
+
+
+def test_deterministic_asks_for_a_deterministic_backward():
+    """On a GPU, the row that sums dq by atomics is passed over; the answer is the same elsewhere."""
+    from adatom.device import Device, pretend
+    from adatom.ops.attention.api import problem_of
+    from adatom.registry import choose
+
+    q = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
+    with pretend(Device("cuda", 90, 132, 232448)):
+        problem, _ = problem_of(q, q, q)
+        assert not choose("attention_bwd", problem, "deterministic").backend.endswith("atomic")
+    q, k, v = tensors((1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8))
+    close(flash_attn_func(q, k, v, deterministic=True), flash_attn_func(q, k, v))
+
+
+def test_refusals():
+    q, k, v = tensors((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    varlen = q[0], k[0], v[0], cu, cu
+    with pytest.raises(NotImplementedError, match="dropout_p = 0.*dropout_p=0.1"):
+        flash_attn_func(q, k, v, 0.1)
+    with pytest.raises(NotImplementedError, match="dropout"):
+        flash_attn_varlen_func(*varlen, 4, 4, dropout_p=0.1)
+    with pytest.raises(NotImplementedError, match="block_table"):
+        flash_attn_varlen_func(*varlen, 4, 4, block_table=torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        flash_attn_varlen_func(*varlen, 4, 4, alibi_slopes=torch.ones(2))
+    with pytest.raises(ValueError, match=r"max_seqlen_k of at least the longest sequence, 4; got max_seqlen=3"):
+        flash_attn_varlen_func(*varlen, 4, 3)
+    with pytest.raises(ValueError, match=r"alibi_slopes of shape \(2,\) or \(1, 2\).*\[3\]"):
+        flash_attn_func(q, k, v, alibi_slopes=torch.ones(3))
+    with pytest.raises(ValueError, match=r"\(batch, seqlen, 3, heads, head_dim\).*\[1, 4, 2, 8\]"):
+        flash_attn_qkvpacked_func(q)
+    with pytest.raises(ValueError, match=r"\(batch, seqlen_k, 2, kv_heads, head_dim\).*\[1, 4, 2, 8\]"):
+        flash_attn_kvpacked_func(q, k)
+    with pytest.raises(ValueError, match="4-D"):
+        flash_attn_func(q[0], k[0], v[0])
