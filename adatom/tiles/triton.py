@@ -74,7 +74,7 @@ def bias_offset(i0, j0, stride_q, stride_k, KIND: tl.constexpr):
 
 @triton.jit
 def load_bias(X, i, j, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr):
-    """A bias tile, shaped to broadcast against the scores. X points at the tile, i and j count from it; zero outside."""
+    """A bias tile, to broadcast against the scores. X points at the tile; i and j count from it; zero outside."""
     if KIND == KEY:
         return tl.load(X + j * stride_k, mask=j < n_j, other=0)
     elif KIND == QUERY:
@@ -119,9 +119,32 @@ def to_tf32(x):
 
 
 @triton.jit
-def operand(x, LIKE, PRECISION: tl.constexpr):
-    """A computed float32 tile as an operand of a dot with tiles of LIKE's dtype."""
-    return x.to(LIKE.dtype)
+def load_lse(Lse, start, n, BLOCK: tl.constexpr):
+    """lse in log2 units, [BLOCK]; +inf (all probabilities 0) for rows that see nothing or do not exist."""
+    lse = load_row(Lse, start, n, BLOCK, float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+
+
+@triton.jit
+def probabilities(raw, lse, Bias, i, j, i0, j0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale, softcap,
+                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                  MASK: tl.constexpr):
+    """(P, tanh) of a tile at query i0, key j0, from raw = q k^T and lse in log2 units, all broadcast alike.
+
+    i and j count from the tile's corner. tanh is that of the softcap, 0 without one.
+    """
+    if SOFTCAP:
+        t = tanh(raw * (scale / softcap))
+        s = (softcap * LOG2E) * t
+    else:
+        t = 0.0
+        s = raw * (scale * LOG2E)
+    if BIAS != NONE:
+        corner = Bias + bias_offset(i0, j0, stride_bm, stride_bn, BIAS)
+        s = add_bias(s, load_bias(corner, i, j, stride_bm, stride_bn, len_q - i0, len_k - j0, BIAS))
+    if MASK:
+        s = tl.where(visible(i0 + i, j0 + j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+    return tl.exp2(s - lse), t
 
 
 @triton.jit
@@ -131,6 +154,46 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         return tl.dot(to_tf32(a), to_tf32(b), acc, input_precision="tf32")
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def keys_of(m0, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr):
+    """Key blocks of the queries m0.. as (begin, whole_begin, whole_end, end).
+
+    Keys begin..end are seen by some query of the block; whole_begin..whole_end, in whole blocks, by all of them.
+    """
+    begin = tl.cast(0, tl.int32)
+    whole_begin = tl.cast(0, tl.int32)
+    end = tl.cast(len_k, tl.int32)
+    whole_end = len_k // BLOCK_N * BLOCK_N
+    if RIGHT:
+        end = tl.minimum(end, m0 + BLOCK_M + offset + right)
+        whole_end = tl.minimum(whole_end, tl.maximum(m0 + offset + right + 1, 0) // BLOCK_N * BLOCK_N)
+    if LEFT:
+        begin = tl.maximum(m0 + offset - left, 0) // BLOCK_N * BLOCK_N
+        whole_begin = tl.minimum(tl.cdiv(tl.maximum(m0 + BLOCK_M - 1 + offset - left, 0), BLOCK_N) * BLOCK_N, end)
+        whole_end = tl.maximum(whole_end, whole_begin)
+    return begin, whole_begin, whole_end, end
+
+
+@triton.jit
+def queries_of(n0, offset, len_q, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr):
+    """Query blocks of the keys n0.. as (begin, whole_begin, whole_end, end), by windows alone."""
+    begin = tl.cast(0, tl.int32)
+    whole_begin = tl.cast(0, tl.int32)
+    end = tl.cast(len_q, tl.int32)
+    whole_end = tl.cast(len_q, tl.int32)
+    if LEFT:
+        end = tl.minimum(end, tl.maximum(n0 + BLOCK_N - offset + left, 0))
+        whole_end = tl.minimum(end, tl.maximum(n0 + 1 - offset + left, 0)) // BLOCK_M * BLOCK_M
+    if RIGHT:
+        begin = tl.maximum(n0 - offset - right, 0) // BLOCK_M * BLOCK_M
+        whole_begin = tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - offset - right, 0), BLOCK_M) * BLOCK_M
+        whole_begin = tl.minimum(whole_begin, end)
+        whole_end = tl.maximum(whole_end, whole_begin)
+    return begin, whole_begin, whole_end, end
 
 
 @triton.jit
@@ -152,12 +215,48 @@ def find_sequence(Cu, n_sequences, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_of(pid, n_tiles, n_heads, group):
-    """(tile, head) of a program: heads in groups whose keys and values fit in L2, tiles of a group last to first.
+def locate(pid, Cu, CuQ, CuK, Lens, heads, n_heads, group, length, len_q, len_k, LENS: tl.constexpr,
+           VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """What a program works on: (batch, head, block of `length`, first query token, first key token, len_q, len_k).
 
-    Under a causal mask the last tiles are the longest: started first, they leave no tail.
+    heads is those of the tiled tensor, n_heads that times the batch, or the number of sequences when packed (then Cu
+    is the tiled one of CuQ and CuK, the batch is 0, and a block may lie beyond its sequence). Heads go in groups whose
+    keys and values fit in L2; blocks of queries go LAST_FIRST, since the last are the longest under a causal mask.
     """
-    first = pid // (group * n_tiles) * group
-    size = tl.minimum(group, n_heads - first)
-    r = pid - first * n_tiles
-    return n_tiles - 1 - r // size, first + r % size
+    start_q = tl.cast(0, tl.int64)
+    start_k = tl.cast(0, tl.int64)
+    if VARLEN:
+        h = pid % heads
+        sequence, block = find_sequence(Cu, n_heads, pid // heads, BLOCK)
+        start_q = tl.load(CuQ + sequence).to(tl.int64)
+        start_k = tl.load(CuK + sequence).to(tl.int64)
+        len_q = (tl.load(CuQ + sequence + 1) - start_q).to(tl.int32)
+        len_k = (tl.load(CuK + sequence + 1) - start_k).to(tl.int32)
+        b = 0
+    else:
+        n_blocks = tl.cdiv(length, BLOCK)
+        first = pid // (group * n_blocks) * group
+        size = tl.minimum(group, n_heads - first)
+        r = pid - first * n_blocks
+        block = n_blocks - 1 - r // size if LAST_FIRST else r // size
+        bh = first + r % size
+        b = bh // heads
+        h = bh % heads
+        if LENS:
+            len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
+    return b, h, block, start_q, start_k, len_q, len_k
+
+
+@triton.jit
+def at(b, h, start, stride_b, stride_h, stride_m):
+    """Offset of a token of one (batch, head), in 64 bits."""
+    return tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + start * stride_m
+
+
+@triton.jit
+def row_at(b, h, heads, start, length, VARLEN: tl.constexpr):
+    """Offset of a query in lse: (batch, heads, length), or (heads, tokens) with `length` tokens when packed."""
+    if VARLEN:
+        return tl.cast(h, tl.int64) * length + start
+    else:
+        return (tl.cast(b, tl.int64) * heads + h) * length

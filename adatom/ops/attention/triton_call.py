@@ -109,19 +109,33 @@ class Call:
             "PRECISION": "ieee" if self.kind == "half" else o.precision,
         }
 
-    def programs(self, length: int, block: int) -> int:
-        """How many programs cover `length` rows of every head in blocks; 0 for an empty problem."""
+    def programs(self, length: int, block: int, kv: bool = False) -> int:
+        """How many programs cover `length` rows of every (kv) head in blocks; 0 for an empty problem."""
+        heads = self.kv_heads if kv else self.heads
         if self.varlen:
-            return (length // block + self.batch) * self.heads if length else 0
-        return -(-length // block) * self.batch * self.heads
+            return (length // block + self.batch) * heads if length else 0
+        return -(-length // block) * self.batch * heads
 
-    def counts(self) -> tuple[int, ...]:
-        """heads, kv_heads, n_heads (sequences when packed), group, len_q, len_k, left, right."""
-        n_heads = self.batch if self.varlen else self.batch * self.heads
-        head_bytes = self.len_k * (self.head_dim + self.head_dim_v) * self.x.k.element_size()
-        sharing = self.heads // max(self.kv_heads, 1)
+    def counts(self, kv: bool = False) -> tuple[int, ...]:
+        """heads, kv_heads, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right."""
+        heads = self.kv_heads if kv else self.heads
+        n_heads = self.batch if self.varlen else self.batch * heads
+        length, sharing = (self.len_q, 1) if kv else (self.len_k, self.heads // max(self.kv_heads, 1))
+        head_bytes = length * (self.head_dim + self.head_dim_v) * self.x.k.element_size()
         group = max(1, min(n_heads, _L2_BYTES * sharing // max(head_bytes, 1)))
         return (self.heads, self.kv_heads, n_heads, group, self.len_q, self.len_k, self.left, self.right)
+
+    def constexprs(self, config: Config, **more: Any) -> dict[str, Any]:
+        """The constexprs that every kernel but the forward takes, and its launch options."""
+        meta = {key: value for key, value in self.meta.items() if key != "SINKS"}
+        return meta | more | {
+            "EVEN_M": self.even(self.len_q, config.block_m),
+            "EVEN_N": self.even(self.len_k, config.block_n),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
 
     def even(self, length: int, block: int) -> bool:
         """Whether every block of that length is whole, known without looking at the device."""

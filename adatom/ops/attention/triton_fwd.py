@@ -12,19 +12,20 @@ from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
 from adatom.ops.attention.triton_call import Call, Config, pick
 from adatom.tiles.launch import launch
 from adatom.tiles.triton import (
-    KEY,
     LN2,
     LOG2E,
     NONE,
     add_bias,
+    at,
     bias_offset,
     dot,
-    find_sequence,
+    keys_of,
     load_bias,
     load_tile,
+    locate,
+    row_at,
     store_tile,
     tanh,
-    tile_of,
     visible,
 )
 
@@ -115,55 +116,25 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    pid = tl.program_id(0)
-    if VARLEN:  # n_heads counts sequences here; lse is (heads, tokens) and len_q its row length
-        b, tile = find_sequence(CuQ, n_heads, pid // heads, BLOCK_M)
-        h = pid % heads
-        hk = h // (heads // kv_heads)
-        start_q = tl.load(CuQ + b).to(tl.int64)
-        start_k = tl.load(CuK + b).to(tl.int64)
-        Lse += tl.cast(h, tl.int64) * len_q + start_q
-        len_q = (tl.load(CuQ + b + 1) - start_q).to(tl.int32)
-        len_k = (tl.load(CuK + b + 1) - start_k).to(tl.int32)
+    row_length = len_q
+    b, h, tile, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
+                                                        len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
+    if VARLEN:
         if tile * BLOCK_M >= len_q:
             return
-        Q += start_q * stride_qm + h * stride_qh
-        K += start_k * stride_kn + hk * stride_kh
-        V += start_k * stride_vn + hk * stride_vh
-        Out += start_q * stride_om + h * stride_oh
-    else:
-        tile, bh = tile_of(pid, tl.cdiv(len_q, BLOCK_M), n_heads, group)
-        b = bh // heads
-        h = bh % heads
-        hk = h // (heads // kv_heads)
-        Lse += tl.cast(bh, tl.int64) * len_q
-        b64 = tl.cast(b, tl.int64)
-        Out += b64 * stride_ob + tl.cast(h, tl.int64) * stride_oh
-        if not TMA:
-            Q += b64 * stride_qb + tl.cast(h, tl.int64) * stride_qh
-            K += b64 * stride_kb + tl.cast(hk, tl.int64) * stride_kh
-            V += b64 * stride_vb + tl.cast(hk, tl.int64) * stride_vh
-        if BIAS != NONE:
-            Bias += b64 * stride_bb + tl.cast(h, tl.int64) * stride_bh
-        if LENS:
-            len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-
+    hk = h // (heads // kv_heads)
+    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
+    Lse += row_at(b, h, heads, start_q, row_length, VARLEN)
+    if not TMA:
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
+    if BIAS != NONE:
+        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
     m0 = tile * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
     offset = len_k - len_q
-    # keys begin..end are seen by some query of the block, whole_begin..whole_end (in whole blocks) by all of them
-    begin = 0
-    end = len_k
-    whole_end = len_k // BLOCK_N * BLOCK_N
-    if RIGHT:
-        end = tl.minimum(end, m0 + BLOCK_M + offset + right)
-        whole_end = tl.minimum(whole_end, tl.maximum(m0 + offset + right + 1, 0) // BLOCK_N * BLOCK_N)
-    whole_begin = 0
-    if LEFT:
-        begin = tl.maximum(m0 + offset - left, 0) // BLOCK_N * BLOCK_N
-        whole_begin = tl.minimum(tl.cdiv(tl.maximum(m0 + BLOCK_M - 1 + offset - left, 0), BLOCK_N) * BLOCK_N, end)
-        whole_end = tl.maximum(whole_end, whole_begin)
-
+    begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if SINKS:  # a key with score sink and value 0

@@ -1,0 +1,521 @@
+"""Attention backward in Triton, sm_80 and up.
+
+    P = exp(S - lse);  dP = dO V^T;  dS = P (dP - delta);  delta = rowsum(dO O) - dlse
+    dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dbias = reduce(dS);  dsinks = -sum exp(sink - lse) delta
+
+`backward` is deterministic: one kernel over query blocks (dQ, delta), one over key blocks (dK, dV), and, where one bias
+slice serves several (batch, head), one over bias tiles. `backward_atomic` computes each tile once, in the kernel over
+key blocks, and adds dQ to a float32 buffer by atomics. Source: Dao, arXiv:2307.08691; docs/double_backward.md.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, poison
+from adatom.ops.attention.triton_call import Call, Config, Configs, pick
+from adatom.tiles.launch import launch
+from adatom.tiles.triton import (
+    FULL,
+    KEY,
+    NONE,
+    QUERY,
+    at,
+    dot,
+    keys_of,
+    load_lse,
+    load_row,
+    load_tile,
+    locate,
+    probabilities,
+    queries_of,
+    row_at,
+    store_tile,
+)
+
+# (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
+Q_CONFIGS: Configs = {
+    90: {
+        ("half", 64): Config(128, 64, 8, 3, tma=True),
+        ("half", 128): Config(128, 64, 8, 2, tma=True),
+        ("half", 256): Config(64, 32, 8, 2, tma=True),
+        ("tf32", 64): Config(64, 32, 4, 2),
+        ("tf32", 128): Config(64, 32, 8, 1),
+        ("tf32", 256): Config(32, 32, 8, 1),
+        ("tf32x3", 64): Config(64, 32, 4, 1),
+        ("tf32x3", 128): Config(32, 32, 8, 1),
+        ("tf32x3", 256): Config(32, 16, 8, 1),
+        ("ieee", 64): Config(32, 32, 8, 1),
+        ("ieee", 128): Config(16, 32, 8, 1),
+        ("ieee", 256): Config(16, 16, 8, 1),
+    },
+}
+Q_CONFIGS[80] = Q_CONFIGS[90] | {
+    ("half", 64): Config(64, 64, 4, 2),
+    ("half", 128): Config(64, 32, 8, 2),
+    ("half", 256): Config(32, 32, 8, 1),
+}
+Q_CONFIGS[86] = Q_CONFIGS[80]
+
+KV_CONFIGS: Configs = {
+    90: {
+        ("half", 64): Config(64, 128, 8, 2, tma=True),
+        ("half", 128): Config(64, 128, 8, 2, tma=True),
+        ("half", 256): Config(32, 64, 8, 1, tma=True),
+        ("tf32", 64): Config(32, 64, 4, 2),
+        ("tf32", 128): Config(32, 64, 8, 1),
+        ("tf32", 256): Config(16, 32, 8, 1),
+        ("tf32x3", 64): Config(16, 64, 4, 2),
+        ("tf32x3", 128): Config(16, 64, 8, 1),
+        ("tf32x3", 256): Config(16, 32, 8, 1),
+        ("ieee", 64): Config(32, 32, 8, 1),
+        ("ieee", 128): Config(16, 32, 8, 1),
+        ("ieee", 256): Config(16, 16, 8, 1),
+    },
+}
+KV_CONFIGS[80] = KV_CONFIGS[90] | {
+    ("half", 64): Config(32, 128, 4, 2),
+    ("half", 128): Config(32, 64, 4, 2),
+    ("half", 256): Config(16, 64, 8, 1),
+}
+KV_CONFIGS[86] = KV_CONFIGS[80]
+
+ATOMIC_CONFIGS: Configs = {
+    90: KV_CONFIGS[90] | {
+        ("half", 64): Config(64, 128, 8, 2, tma=True),
+        ("half", 128): Config(64, 128, 8, 2, tma=True),
+        ("half", 256): Config(32, 64, 8, 1, tma=True),
+    },
+    80: KV_CONFIGS[80],
+    86: KV_CONFIGS[86],
+}
+
+BIAS_CONFIGS: Configs = {
+    90: {
+        ("half", 64): Config(64, 64, 4, 2),
+        ("half", 128): Config(64, 64, 4, 2),
+        ("half", 256): Config(64, 32, 8, 1),
+        ("tf32", 64): Config(64, 32, 4, 1),
+        ("tf32", 128): Config(64, 32, 8, 1),
+        ("tf32", 256): Config(32, 32, 8, 1),
+        ("tf32x3", 64): Config(64, 32, 4, 1),
+        ("tf32x3", 128): Config(32, 32, 4, 1),
+        ("tf32x3", 256): Config(32, 16, 8, 1),
+        ("ieee", 64): Config(32, 32, 8, 1),
+        ("ieee", 128): Config(32, 32, 8, 1),
+        ("ieee", 256): Config(16, 16, 8, 1),
+    },
+}
+BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
+BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
+
+NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]
+
+
+@triton.jit
+def _delta_kernel(Out, DOut, DLse, Delta, CuQ, stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads,
+                  len_q, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, VARLEN: tl.constexpr, DLSE: tl.constexpr,
+                  BLOCK_M: tl.constexpr):
+    """delta = rowsum(dO O) - dlse. Packed tokens are one long row of queries here: sequences do not matter."""
+    n_blocks = tl.cdiv(len_q, BLOCK_M)
+    block = tl.program_id(0) % n_blocks
+    bh = tl.program_id(0) // n_blocks
+    b = bh // heads
+    h = bh % heads
+    m0 = block * BLOCK_M
+    o = load_tile(Out + at(b, h, 0, stride_ob, stride_oh, stride_om), 0, 0, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
+                  BLOCK_DV, False, False)
+    do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), 0, 0, m0, stride_gm, len_q, BLOCK_M,
+                   HEAD_DIM_V, BLOCK_DV, False, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    row = tl.cast(bh, tl.int64) * len_q
+    if DLSE:
+        delta -= load_row(DLse + row, m0, len_q, BLOCK_M, 0.0)
+    rows = m0 + tl.arange(0, BLOCK_M)
+    tl.store(Delta + row + rows, delta, mask=rows < len_q)
+
+
+@triton.jit
+def _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn, stride_vn,
+            stride_bm, stride_bn, stride_dm, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
+            HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
+            DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
+            EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr):
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
+    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
+    raw = dot(q, k.T, None, PRECISION)
+    p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+    ds = p * (dot(do, v.T, None, PRECISION) - delta[:, None])
+    if DBIAS == QUERY:
+        rowsum += tl.sum(ds, 1)
+    if DBIAS == FULL:
+        ptr = DBias + tl.cast(m0, tl.int64) * stride_dm + n0 + i * stride_dm + j
+        tl.store(ptr, ds.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < stride_dm - n0))
+    if SOFTCAP:
+        ds *= 1.0 - t * t
+    return dot(ds.to(k.dtype), k, dq, PRECISION), rowsum
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DBias,
+              stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+              stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_dqb, stride_dqh, stride_dqm,
+              stride_bb, stride_bh, stride_bm, stride_bn,
+              heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+              HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+              BIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              LENS: tl.constexpr, VARLEN: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+              PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dQ and delta of a block of queries; also its tiles of an unshared dbias, or its row sums of dS."""
+    row_length = len_q
+    keys = len_k
+    b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
+                                                         len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
+    if VARLEN:
+        if block * BLOCK_M >= len_q:
+            return
+    hk = h // (heads // kv_heads)
+    row = row_at(b, h, heads, start_q, row_length, VARLEN)
+    Lse += row
+    Delta += row
+    DQ += at(b, h, start_q, stride_dqb, stride_dqh, stride_dqm)
+    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
+    if not TMA:
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
+        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+    if BIAS != NONE:
+        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
+    if DBIAS == FULL:
+        DBias += row * keys
+    m0 = block * BLOCK_M
+    rows = m0 + tl.arange(0, BLOCK_M)
+    offset = len_k - len_q
+    begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+
+    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if DLSE:
+        delta -= load_row(DLse + row, m0, len_q, BLOCK_M, 0.0)
+    tl.store(Delta + rows, delta, mask=rows < len_q)
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    lse = load_lse(Lse, m0, len_q, BLOCK_M)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    rowsum = tl.zeros((BLOCK_M,), tl.float32)
+    if LEFT:
+        for n0 in range(begin, whole_begin, BLOCK_N):
+            dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
+                                 stride_kn, stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap,
+                                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True,
+                                 False, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    for n0 in range(whole_begin, whole_end, BLOCK_N):
+        dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn,
+                             stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap, HEAD_DIM,
+                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, True, PRECISION,
+                             TMA, BLOCK_M, BLOCK_N)
+    if RIGHT or not EVEN_N:
+        for n0 in range(whole_end, end, BLOCK_N):
+            dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
+                                 stride_kn, stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap,
+                                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True,
+                                 False, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if DBIAS == QUERY:
+        tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
+
+
+@triton.jit
+def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, DQ, Bias, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
+             stride_bm, stride_bn, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
+             HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
+             COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
+             ATOMIC: tl.constexpr, EVEN_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    i = tl.arange(0, BLOCK_M)[None, :]
+    j = tl.arange(0, BLOCK_N)[:, None]
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+    lse = load_lse(Lse, m0, len_q, BLOCK_M)
+    delta = load_row(Delta, m0, len_q, BLOCK_M, 0.0)
+    raw = dot(k, q.T, None, PRECISION)
+    p, t = probabilities(raw, lse[None, :], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+    dp = dot(v, do.T, None, PRECISION)
+    dv = dot(p.to(do.dtype), do, dv, PRECISION)
+    ds = p * (dp - delta[None, :])
+    if COLSUM:
+        colsum += tl.sum(ds, 1)
+    if SOFTCAP:
+        ds *= 1.0 - t * t
+    ds = ds.to(q.dtype)
+    dk = dot(ds, q, dk, PRECISION)
+    if ATOMIC:
+        dq = tl.dot(ds.T, k)
+        if TMA:
+            DQ.atomic_add([b, h, m0, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
+        else:
+            r = tl.arange(0, BLOCK_M)[:, None]
+            d = tl.arange(0, BLOCK_D)[None, :]
+            tl.atomic_add(DQ + m0 * HEAD_DIM + r * HEAD_DIM + d, dq, mask=(r < len_q - m0) & (d < HEAD_DIM),
+                          sem="relaxed")
+    return dk, dv, colsum
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DQ, DK, DV, ColSum,
+               stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+               stride_gb, stride_gh, stride_gm, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+               stride_bb, stride_bh, stride_bm, stride_bn,
+               heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+               BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+               LENS: tl.constexpr, VARLEN: tl.constexpr, ATOMIC: tl.constexpr, EVEN_M: tl.constexpr,
+               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr):
+    """dK and dV of a block of keys, summed over the query heads that share them; also the column sums of dS.
+
+    Tiles are transposed, keys x queries, so that P^T and dS^T are left operands. ATOMIC: dQ / scale is added to DQ,
+    float32 (batch, heads, length, dim).
+    """
+    row_length = len_q
+    keys = len_k
+    b, hk, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuK, CuQ, CuK, Lens, kv_heads, n_heads,
+                                                          group, len_k, len_q, len_k, LENS, VARLEN, False, BLOCK_N)
+    if VARLEN:
+        if block * BLOCK_N >= len_k:
+            return
+    K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
+    V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
+    DK += at(b, hk, start_k, stride_dkb, stride_dkh, stride_dkn)
+    DV += at(b, hk, start_k, stride_dvb, stride_dvh, stride_dvn)
+    n0 = block * BLOCK_N
+    offset = len_k - len_q
+    begin, whole_begin, whole_end, end = queries_of(n0, offset, len_q, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+    if LENS:
+        if n0 >= len_k:
+            whole_end = begin
+            whole_begin = begin
+            end = begin
+    rows_k = keys if not VARLEN else len_k
+    k = load_tile(K, 0, 0, n0, stride_kn, rows_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False)
+    v = load_tile(V, 0, 0, n0, stride_vn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    sharing = heads // kv_heads
+    for h in range(hk * sharing, (hk + 1) * sharing):
+        row = row_at(b, h, heads, start_q, row_length, VARLEN)
+        colsum = tl.zeros((BLOCK_N,), tl.float32)
+        q_offset = at(b, h, start_q, stride_qb, stride_qh, stride_qm)
+        g_offset = at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+        Q_h = Q if TMA else Q + q_offset
+        DOut_h = DOut if TMA else DOut + g_offset
+        DQ_h = DQ if TMA else DQ + row * HEAD_DIM
+        Bias_h = Bias
+        if BIAS != NONE:
+            Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
+        if RIGHT:
+            for m0 in range(begin, whole_begin, BLOCK_M):
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse + row, Delta + row, DQ_h, Bias_h, b, h,
+                                          m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
+                                          left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
+                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M,
+                                          BLOCK_N)
+        for m0 in range(whole_begin, whole_end, BLOCK_M):
+            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse + row, Delta + row, DQ_h, Bias_h, b, h, m0,
+                                      n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
+                                      scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP,
+                                      False, False, not EVEN_N, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M, BLOCK_N)
+        if LEFT:
+            for m0 in range(whole_end, end, BLOCK_M):
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse + row, Delta + row, DQ_h, Bias_h, b, h,
+                                          m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
+                                          left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
+                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M,
+                                          BLOCK_N)
+        if COLSUM:
+            cols = n0 + tl.arange(0, BLOCK_N)
+            tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
+    store_tile(DK, dk * scale, n0, stride_dkn, rows_k, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_tile(DV, dv, n0, stride_dvn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads"])
+def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
+                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                 stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, stride_bn, batch, bias_batch,
+                 bias_heads, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
+                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr):
+    """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice."""
+    n_m = tl.cdiv(len_q, BLOCK_M)
+    n_n = tl.cdiv(len_k, BLOCK_N)
+    pid = tl.program_id(0)
+    m0 = pid // n_n % n_m * BLOCK_M
+    n0 = pid % n_n * BLOCK_N
+    piece = pid // (n_m * n_n)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    shared_heads = heads // bias_heads
+    for r in range(batch // bias_batch * shared_heads):
+        b = r // shared_heads + piece // bias_heads
+        h = r % shared_heads + piece % bias_heads
+        hk = h // (heads // kv_heads)
+        row = (tl.cast(b, tl.int64) * heads + h) * len_q
+        n_keys = len_k
+        if LENS:
+            n_keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), 0, 0, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False)
+        k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM,
+                      BLOCK_D, EVEN_N, False)
+        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), 0, 0, m0, stride_gm, len_q, BLOCK_M,
+                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+        v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
+                      HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+        lse = load_lse(Lse + row, m0, len_q, BLOCK_M)
+        delta = load_row(Delta + row, m0, len_q, BLOCK_M, 0.0)
+        raw = dot(q, k.T, None, PRECISION)
+        p, _ = probabilities(raw, lse[:, None], Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm,
+                             stride_bn, len_q, len_k if not LENS else n_keys, n_keys - len_q, left, right, scale,
+                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+        acc += p * (dot(do, v.T, None, PRECISION) - delta[:, None])
+    ptr = DBias + (tl.cast(piece, tl.int64) * len_q + m0) * len_k + n0 + i * len_k + j
+    tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
+
+
+def _delta(call: Call, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    x = call.x
+    shape = (call.heads, call.len_q) if call.varlen else x.q.shape[:3]
+    delta = empty(shape, x.q, torch.float32)
+    block = 64
+    batch = 1 if call.varlen else call.batch
+    args = (out, dout, delta if dlse is None else dlse, delta, call.cu[0], *call.strides(out), *call.strides(dout))
+    meta = {key: call.meta[key] for key in ("HEAD_DIM_V", "BLOCK_DV", "VARLEN")}
+    meta |= dict(DLSE=dlse is not None, BLOCK_M=block, num_warps=4)
+    launch(_delta_kernel, -(-call.len_q // block) * batch * call.heads, (*args, call.heads, call.len_q), meta)
+    return delta
+
+
+def _q_pass(
+    call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, dbias: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, delta, and what DBIAS says: the tiles of dbias, the row sums of dS, or nothing."""
+    x = call.x
+    config = pick("bwd_q", Q_CONFIGS, call)
+    dq, delta = empty_like(x.q), poison(torch.empty_like(lse))
+    side = lse
+    if dbias == FULL.value:
+        shape = (call.batch, call.heads, call.len_q, call.len_k)
+        skips = call.left >= 0 or call.right >= 0 or x.kv_lens is not None  # tiles outside the mask are not visited
+        side = x.q.new_zeros(shape, dtype=x.bias.dtype) if skips else empty(shape, x.q, x.bias.dtype)
+    elif dbias == QUERY.value:
+        side = poison(torch.empty_like(lse))
+    tma = call.use_tma(config, x.q, x.k, x.v, dout)
+    q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
+    k, v = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v))
+    args = (
+        q, k, v, call.bias, call.lens, *call.cu, out, lse, do, lse if dlse is None else dlse, delta, dq, side,
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.strides(dout),
+        *call.strides(dq), *call.bias_strides, *call.counts(), call.scale, call.o.softcap,
+    )  # fmt: skip
+    meta = call.constexprs(config, DBIAS=dbias, DLSE=dlse is not None, TMA=tma)
+    launch(_q_kernel, call.programs(call.len_q, config.block_m), args, meta)
+    return dq, delta, side
+
+
+def _kv_pass(
+    call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool, dq: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dk, dv and the column sums of dS; adds dQ / scale to dq if given."""
+    x = call.x
+    name = "bwd_kv" if dq is None else "bwd_atomic"
+    config = pick(name, KV_CONFIGS if dq is None else ATOMIC_CONFIGS, call)
+    dk, dv = empty_like(x.k), empty_like(x.v)
+    sums = empty((call.batch, call.heads, 1, call.len_k), x.q, torch.float32) if colsum else lse
+    tma = call.use_tma(config, x.q, dout)
+    q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
+    dq_tiles = lse if dq is None else call.tile(dq, config.block_m) if tma else dq
+    args = (
+        q, x.k, x.v, call.bias, call.lens, *call.cu, lse, do, delta, dq_tiles, dk, dv, sums,
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(dk),
+        *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
+    )  # fmt: skip
+    meta = call.constexprs(config, COLSUM=colsum, ATOMIC=dq is not None, TMA=tma)
+    launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), args, meta)
+    return dk, dv, sums
+
+
+def _bias_pass(call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """dbias of a full bias that several (batch, head) share."""
+    x = call.x
+    config = pick("bwd_bias", BIAS_CONFIGS, call)
+    dbias = empty(tuple(x.bias.shape), x.q, x.bias.dtype)
+    args = (
+        x.q, x.k, x.v, call.bias, call.lens, lse, dout, delta, dbias,
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
+        call.batch, *x.bias.shape[:2], *call.counts(), call.scale, call.o.softcap,
+    )  # fmt: skip
+    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
+    meta = call.constexprs(config)
+    del meta["VARLEN"]
+    launch(_bias_kernel, tiles * x.bias.shape[0] * x.bias.shape[1], args, meta)
+    return dbias
+
+
+def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
+    return sums.sum_to_size(bias.shape).to(bias.dtype)
+
+
+def sink_grad(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
+    """-sum of exp(sink - lse) * per_row over all queries of a head, in sinks' dtype; rows that see nothing give 0."""
+    dims, shape = ((1,), (-1, 1)) if lse.dim() == 2 else ((0, 2), (1, -1, 1))
+    p = torch.exp(x.sinks.float().view(shape) - lse)
+    return -torch.where(lse == float("-inf"), 0.0, p * per_row).sum(dims).to(x.sinks.dtype)
+
+
+def backward(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    bias_grad: bool,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, dbias, dsinks, bit for bit the same on every run."""
+    call = Call(x, o)
+    dlse = None if dlse is None else dlse.contiguous()
+    kind = call.meta["BIAS"] if bias_grad else NONE.value
+    shared = kind == FULL.value and tuple(x.bias.shape[:2]) != (call.batch, call.heads)
+    in_q = kind if kind == QUERY.value or (kind == FULL.value and not shared) else NONE.value
+    dq, delta, side = _q_pass(call, out, lse, dout, dlse, in_q)
+    dk, dv, colsum = _kv_pass(call, lse, dout, delta, kind == KEY.value, None)
+    dbias = None
+    if shared:
+        dbias = _bias_pass(call, lse, dout, delta)
+    elif kind == FULL.value:
+        dbias = side
+    elif kind == QUERY.value:
+        dbias = reduce_to(side[..., None], x.bias)
+    elif kind == KEY.value:
+        dbias = reduce_to(colsum, x.bias)
+    return dq, dk, dv, dbias, None if x.sinks is None else sink_grad(x, lse, delta)
+
+
+def backward_atomic(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    bias_grad: bool,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, no dbias, dsinks; dq is summed in an order that varies."""
+    call = Call(x, o)
+    delta = _delta(call, out, dout, None if dlse is None else dlse.contiguous())
+    sums = x.q.new_zeros(x.q.shape if not call.varlen else (call.heads, call.len_q, call.head_dim), dtype=torch.float32)
+    dk, dv, _ = _kv_pass(call, lse, dout, delta, False, sums)
+    dq = empty_like(x.q)
+    torch.mul(sums.transpose(0, 1) if call.varlen else sums, o.scale, out=dq)
+    return dq, dk, dv, None, None if x.sinks is None else sink_grad(x, lse, delta)
