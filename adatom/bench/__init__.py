@@ -1,0 +1,137 @@
+"""`adatom bench`: adatom's kernels beside every installed rival."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from adatom.bench import run
+from adatom.bench.report import heading, host_sheet, plot, sheets, tables
+from adatom.bench.rivals import Rival, installed, select
+from adatom.bench.timing import interleave, peak_bytes
+from adatom.ops.attention.cases import Case
+from adatom.registry import PASSES
+
+__all__ = ["command", "interleave", "peak_bytes", "plot", "tables"]
+
+_HANG = 300  # seconds after which a case that has not ended is taken to hang
+
+
+def command(
+    op: Annotated[str, typer.Argument(help="The operation to time.")] = "attention",
+    rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
+    group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
+    quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse kernels that are not right.")] = True,
+    budget: Annotated[float, typer.Option(help="Start no new case after this many seconds.")] = 350.0,
+    from_file: Annotated[Path | None, typer.Option("--tables", help="Print the tables of a results file.")] = None,
+) -> None:
+    """Time adatom beside every installed rival: speed, share of the ceilings, memory, host time."""
+    console = Console()
+    if from_file is not None:
+        typer.echo(tables(json.loads(from_file.read_text())), nl=False)
+        return
+    try:
+        if op not in PASSES:
+            raise ValueError(f"no operation {op!r}; there are: {', '.join(PASSES)}")
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type not in ("cuda", "cpu") or where.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"no device {where}; see `adatom doctor`")
+        chosen = select(rivals)
+        work = run.groups(where, group or [], quick)
+        if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
+            raise ValueError(f"--plot writes .svg or .png, not {plot_file.name}")
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    for rival in chosen:
+        version, why = installed(rival)
+        if version is None:
+            console.print(f"[dim]{rival.name}: {why}[/]")
+    began = time.monotonic()
+    by_name = rivals not in ("all", "none")
+    with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+        result = _bench(console, work, chosen, by_name, where, backend, quick, verify, budget, record)
+    _write(result, record)
+    if plot_file is not None:
+        plot(result, plot_file)
+    console.print(f"[dim]{time.monotonic() - began:.0f} s[/]" + (f", written to {record}" if record else ""))
+    if any(e["contender"] == "adatom" and "reason" in e for e in result["entries"]):
+        console.print("[red]adatom failed in some cases; the tables say how[/]")
+        raise typer.Exit(1)
+
+
+def _bench(
+    console: Console,
+    work: dict[str, tuple[Case, ...]],
+    rivals: tuple[Rival, ...],
+    by_name: bool,
+    where: torch.device,
+    backend: str | None,
+    quick: bool,
+    verify: bool,
+    budget: float,
+    file: Path | None,
+) -> dict[str, Any]:
+    """Run the cases group by group, printing each group's tables and writing the record as they come."""
+    began = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    skipped: list[str] = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("ceilings", total=sum(map(len, work.values())) + 1)
+        record, clock = run.start(where)
+        console.print(heading(record), style="dim", highlight=False)
+        record["host_case"], record["host"] = run.host(where, backend)
+        progress.advance(task)
+        for group, cases in work.items():
+            for case in cases:
+                progress.update(task, description=f"{group}: {escape(case.name)}")
+                if time.monotonic() - began > budget:
+                    skipped.append(f"{group} {case.name}")
+                    continue
+                refused = run.unproven(case, group, where, backend) if verify else None
+                faulthandler.dump_traceback_later(_HANG, exit=True, file=sys.__stderr__ or sys.stderr)
+                try:
+                    contenders = run.wanted(case, group, rivals, by_name)
+                    spent = 20.0 if quick else 80.0
+                    record["entries"] += run.compare(
+                        case, group, contenders, clock, record["ceilings"], spent, backend, refused
+                    )
+                    clock.wait()  # a crash on the GPU shows here at the latest
+                except RuntimeError as error:
+                    console.print(
+                        f"[red]{escape(case.name)}: {escape(run.reason(error))}; nothing more can run here.[/]"
+                    )
+                    _write(record, file)
+                    raise typer.Exit(1) from None
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+                _write(record, file)
+                progress.advance(task)
+            for sheet in sheets(record, group):
+                console.print(sheet.rich(), soft_wrap=False)
+    console.print(host_sheet(record).rich())
+    if skipped:
+        console.print(f"[yellow]not run, {budget:.0f} s were up (--budget): {escape(', '.join(skipped))}[/]")
+    record["skipped"] = skipped
+    return record
+
+
+def _write(record: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=1) + "\n")

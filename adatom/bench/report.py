@@ -1,0 +1,225 @@
+"""What `adatom bench` recorded, as tables and as a plot: in the terminal, in the README and in docs/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+WHOLE_STEP = ("bias", "second")  # groups where the whole step counts: time and memory of all passes together
+Record = dict[str, Any]
+
+
+class Sheet(NamedTuple):
+    """A table as text: its title, its header, its rows, and notes to go below it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+    def markdown(self) -> str:
+        lines = [f"**{self.title}**", "", "| " + " | ".join(self.header) + " |", "|" + "---|" * len(self.header)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, *([""] if self.notes else []), *(f"- {note}" for note in self.notes)])
+
+    def rich(self) -> Table:
+        table = Table(
+            title=self.title, title_justify="left", caption=escape("\n".join(self.notes)), caption_justify="left"
+        )
+        for i, name in enumerate(self.header):
+            table.add_column(name, justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*(_bold(cell) for cell in row))
+        return table
+
+
+def _bold(cell: str) -> str:
+    """Markdown's bold as rich's."""
+    return re.sub(r"\*\*(.+?)\*\*", r"[bold green]\1[/]", escape(cell))
+
+
+def _short(value: float) -> str:
+    """Three significant digits, no exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def _bytes(count: float) -> str:
+    return (
+        f"{count / 1e9:.2f} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.1f} MB"
+        if count >= 1e5
+        else f"{count / 1e3:.1f} kB"
+    )
+
+
+def _unique(values: Any) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _reasons(failed: list[dict[str, Any]], timed: list[str], cases: int) -> list[str]:
+    """One line for each contender and reason, naming the cases unless it is all of them."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for e in failed:
+        found.setdefault((e["contender"], e["reason"]), []).append(e["case"])
+    return [
+        f"{name}: {why}"
+        + ("" if len(_unique(where)) == cases or name not in timed else f" ({', '.join(_unique(where))})")
+        for (name, why), where in found.items()
+    ]
+
+
+def _by_pass(record: Record, group: str, name: str) -> Sheet:
+    """Rates of one pass: arithmetic or, where bytes are the limit, GB/s; how adatom does beside the best rival."""
+    entries = [e for e in record["entries"] if e["group"] == group and e["pass"] in (name, "all")]
+    timed = [e for e in entries if "ms" in e]
+    contenders = _unique(e["contender"] for e in timed)
+    cases = _unique(e["case"] for e in entries)
+    unit, scale = _unit(record)
+    rows = []
+    for case in cases:
+        at = {e["contender"]: e for e in timed if e["case"] == case}
+        best = min(at.values(), key=lambda e: e["ms"], default=None)
+        cells = [_rate(at[c], at[c] is best, scale) if c in at else "-" for c in contenders]
+        rows.append([case, *cells, *_standing(at)])
+    shares = ["of ceiling", "beside best rival"] if "adatom" in contenders else []
+    notes = _reasons([e for e in entries if "reason" in e], contenders, len(cases))
+    return Sheet(f"{group}: {name}, {unit}", ["case", *contenders, *shares], rows, notes)
+
+
+def _unit(record: Record) -> tuple[str, float]:
+    """The unit of arithmetic speed, and how many of it make a TFLOP/s."""
+    return ("GFLOP/s", 1e3) if record["kind"] == "cpu" else ("TFLOP/s", 1.0)
+
+
+def _rate(entry: dict[str, Any], best: bool, scale: float) -> str:
+    text = f"{_short(entry['gbps'])} GB/s" if entry["bound"] == "bytes" else _short(scale * entry["tflops"])
+    return f"**{text}**" if best else text
+
+
+def _standing(at: dict[str, dict[str, Any]]) -> list[str]:
+    ours = at.get("adatom")
+    if ours is None:
+        return []
+    rivals = [e["ms"] for name, e in at.items() if name != "adatom"]
+    return [f"{100 * ours['share']:.0f} %", f"{min(rivals) / ours['ms']:.2f}x" if rivals else "-"]
+
+
+def _whole(record: Record, group: str) -> Sheet:
+    """Milliseconds of each pass and of all together, and the peak memory beyond inputs."""
+    entries = [e for e in record["entries"] if e["group"] == group]
+    contenders = _unique(e["contender"] for e in entries if "ms" in e)
+    cases = _unique(e["case"] for e in entries)
+    rows = []
+    for case in cases:
+        total = {}
+        cells = []
+        for name in contenders:
+            mine = [e for e in entries if e["case"] == case and e["contender"] == name]
+            if not mine or any("reason" in e for e in mine):
+                continue
+            total[name] = sum(e["ms"] for e in mine)
+        for name in contenders:
+            if name not in total:
+                cells.append("-")
+                continue
+            mine = [e for e in entries if e["case"] == case and e["contender"] == name]
+            parts = " + ".join(_short(e["ms"]) for e in mine)
+            text = f"{_short(total[name])} ms"
+            text = f"**{text}**" if total[name] == min(total.values()) else text
+            peak = max((e["peak_bytes"] for e in mine if e["peak_bytes"] is not None), default=None)
+            cells.append(f"{text} ({parts})" + ("" if peak is None else f", {_bytes(peak)}"))
+        rivals = [ms for name, ms in total.items() if name != "adatom"]
+        rows.append([case, *cells, f"{min(rivals) / total['adatom']:.2f}x" if rivals and "adatom" in total else "-"])
+    passes = " + ".join(_unique(e["pass"] for e in entries if "ms" in e))
+    notes = _reasons([e for e in entries if "reason" in e], contenders, len(cases))
+    return Sheet(
+        f"{group}: {passes}, ms and peak memory beyond inputs", ["case", *contenders, "beside best"], rows, notes
+    )
+
+
+def host_sheet(record: Record) -> Sheet:
+    """Host time of one call, without and with gradients."""
+    rows = [
+        [
+            h["contender"],
+            *(_short(h[kind]) if h.get(kind) is not None else "-" for kind in ("without_grad", "with_grad")),
+        ]
+        for h in record["host"]
+    ]
+    title = f"host microseconds per call, {record['host_case']}"
+    return Sheet(title, ["contender", "without grad", "with grad"], rows, [])
+
+
+def sheets(record: Record, group: str | None = None) -> list[Sheet]:
+    """The tables of a record, or of one of its groups."""
+    out = []
+    for name in _unique(e["group"] for e in record["entries"]) if group is None else [group]:
+        entries = [e for e in record["entries"] if e["group"] == name]
+        if name in WHOLE_STEP:
+            out.append(_whole(record, name))
+        else:
+            kinds = _unique(e["pass"] for e in entries if e["pass"] != "all") or ["all"]
+            found = [_by_pass(record, name, kind) for kind in kinds]
+            said = found[0].notes  # what holds for every pass is said once
+            out += [found[0], *(s._replace(notes=[n for n in s.notes if n not in said]) for s in found[1:])]
+    if group is None and record.get("host"):
+        out.append(host_sheet(record))
+    return out
+
+
+def heading(record: Record) -> str:
+    """Where, when and with what a record was made, and the ceilings of that run."""
+    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
+    unit, scale = _unit(record)
+    ceilings = ", ".join(
+        f"{name} {_short(v)} GB/s" if name == "copy" else f"{name} {_short(scale * v)} {unit}"
+        for name, v in record["ceilings"].items()
+    )
+    made = f"{record['device']}; {versions}; {record['date']}, commit {record['commit'] or 'unknown'}."
+    return f"{made}\nCeilings in the same run: {ceilings}."
+
+
+def tables(record: Record) -> str:
+    """The tables of a record (as read from a results file) in Markdown."""
+    return "\n\n".join([heading(record), *(sheet.markdown() for sheet in sheets(record))]) + "\n"
+
+
+def plot(record: Record, path: Path) -> None:
+    """Grouped bars of the speed of each group and pass; SVG or PNG by the file's ending."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [e for e in record["entries"] if "ms" in e]
+    panels = _unique((e["group"], e["pass"]) for e in timed)
+    contenders = _unique(e["contender"] for e in timed)
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(12, 3.2 * max(1, len(panels))), squeeze=False)
+    colours = pyplot.get_cmap("tab10")
+    unit, scale = _unit(record)
+    for (group, name), axis in zip(panels, axes[:, 0]):
+        entries = [e for e in timed if (e["group"], e["pass"]) == (group, name)]
+        cases = _unique(e["case"] for e in entries)
+        here = [c for c in contenders if any(e["contender"] == c for e in entries)]
+        width = 0.8 / len(here)
+        for i, contender in enumerate(here):
+            speed = {e["case"]: scale * e["tflops"] for e in entries if e["contender"] == contender}
+            places = [j + (i - (len(here) - 1) / 2) * width for j, case in enumerate(cases) if case in speed]
+            colour = colours(contenders.index(contender) % 10)
+            axis.bar(places, list(speed.values()), width, label=contender, color=colour)
+        axis.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=7)
+        axis.set_ylabel(unit)
+        axis.set_title(f"{group}: {name}", loc="left", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=7, frameon=False, ncols=4)
+    figure.suptitle(f"adatom bench, {record['device']}, {record['date']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,311 @@
+"""Time adatom and its rivals on bench cases, interleaved, and gather everything in one record."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adatom import device as machine
+from adatom import registry
+from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed, sdpa_default
+from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
+from adatom.ops.attention import cases
+from adatom.ops.attention.cases import Case
+
+Tensor = torch.Tensor
+Call = Callable[..., Tensor]
+OPS = {"forward": "attention_fwd", "backward": "attention_bwd", "double backward": "attention_bwd_bwd"}
+
+
+def passes(group: str, case: Case) -> tuple[str, ...]:
+    """What is timed: all three orders in group "second", the forward alone for a single query, else both passes."""
+    if group == "second":
+        return ("forward", "backward", "double backward")
+    return ("forward",) if case.seqlen_q == 1 else ("forward", "backward")
+
+
+def ours(case: Case, given: dict[str, Any], backend: str | None = None) -> Call:
+    """adatom as a function of (q, k, v, bias)."""
+    function = cases.call(case)
+    options = {name: value for name, value in given.items() if name not in ("q", "k", "v", "bias")}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            options["bias"] = bias
+        return function(q, k, v, backend=backend, **options)
+
+    return call
+
+
+def chosen(case: Case, given: dict[str, Any], backend: str | None = None) -> dict[str, str]:
+    """The backend that adatom chooses for each pass."""
+    bias = given.get("bias")
+    if bias is not None and bias.is_floating_point():
+        given = {**given, "bias": bias.detach().requires_grad_()}
+    found = {v.op: v.backend for v in registry.explain("attention", **given, backend=backend) if v.chosen}
+    return {name: found[op] for name, op in OPS.items() if op in found}
+
+
+class Problem:
+    """The tensors of a case, and the jobs that time one contender on them."""
+
+    def __init__(self, case: Case, given: dict[str, Any]):
+        self.case = case
+        self.plain = [given[name] for name in ("q", "k", "v", "bias") if name in given]
+        self.leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.plain]
+        self.wanted = [x for x in self.leaves if x.requires_grad]
+        q, v = given["q"], given["v"]
+        self.dout = torch.randn((*q.shape[:-1], v.shape[-1]), device=q.device, dtype=q.dtype)
+        self._cotangents: list[Tensor] | None = None
+
+    @property
+    def cotangents(self) -> list[Tensor]:
+        """Random cotangents of the first derivatives, drawn when first needed."""
+        if self._cotangents is None:
+            self._cotangents = [torch.randn_like(x) for x in self.wanted]
+        return self._cotangents
+
+    def forward(self, call: Call) -> Job:
+        def job() -> Iterator[str]:
+            with torch.no_grad():
+                call(*self.plain)
+            yield "forward"
+
+        return job
+
+    def backward(self, call: Call) -> Job:
+        out = call(*self.leaves)
+
+        def job() -> Iterator[str]:
+            torch.autograd.grad(out, self.wanted, self.dout, retain_graph=True)
+            yield "backward"
+
+        return job
+
+    def step(self, call: Call) -> Job:
+        """Forward and backward from scratch, for the memory of both."""
+
+        def job() -> Iterator[str]:
+            out = call(*self.leaves)
+            yield "forward"
+            torch.autograd.grad(out, self.wanted, self.dout)
+            yield "backward"
+
+        return job
+
+    def second(self, call: Call) -> Job:
+        """All three orders in one step; the last differentiates the gradients by the inputs and by dout."""
+        dout = self.dout.detach().requires_grad_()
+
+        def job() -> Iterator[str]:
+            out = call(*self.leaves)
+            yield "forward"
+            grads = torch.autograd.grad(out, self.wanted, dout, create_graph=True)
+            yield "backward"
+            torch.autograd.grad(grads, [*self.wanted, dout], self.cotangents)
+            yield "double backward"
+
+        return job
+
+
+def reason(error: BaseException, heard: list[str] | None = None) -> str:
+    """Why a contender has no time, in one line. `heard`: warnings that came before, where SDPA explains itself."""
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    if "No available kernel" in text and heard:
+        said = [h.split(" (Triggered")[0] for h in heard]
+        text = next((h for h in said if "not used because" not in h and "disabled" not in h), text)
+    text = text if len(text) <= 160 else text[:157] + "..."
+    return text if isinstance(error, Unfit) else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _tolerance(case: Case) -> float:
+    return 3e-2 if case.dtype in (torch.float16, torch.bfloat16) else 1e-2
+
+
+def compare(
+    case: Case,
+    group: str,
+    contenders: dict[str, Bind],
+    clock: Clock,
+    peaks: dict[str, float],
+    milliseconds: float = 80.0,
+    backend: str | None = None,
+    refused: str | None = None,
+) -> list[dict[str, Any]]:
+    """Entries for one case: adatom and the contenders side by side.
+
+    contenders: name -> bind(case, given). peaks: the ceilings, for the share of them that is reached. refused: why
+    adatom may show no speed here. An entry is {group, case, pass, contender, ms, spread [p20, p80], repeats, tflops,
+    gbps, bound, share, peak_bytes}; a contender that fails has {group, case, pass, contender, reason} instead.
+    """
+    given = cases.make(case, clock.device)
+    problem = Problem(case, given)
+    calls: dict[str, Call] = {}
+    failures: dict[str, dict[str, str]] = {"adatom": {"all": refused}} if refused else {}
+    expected: Tensor | None = None
+    binds: dict[str, Bind] = {"adatom": lambda case, given: ours(case, given, backend), **contenders}
+    with tf32(case.precision == "tf32"), torch.no_grad():
+        for name in [name for name in binds if name not in failures]:
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                try:
+                    call = binds[name](case, given)
+                    if name == "adatom":
+                        expected = call(*problem.plain)
+                    elif expected is not None:
+                        apart = _distance(call(*problem.plain), expected)
+                        if not apart <= _tolerance(case):
+                            raise Unfit(f"its result differs from adatom's by {apart:.1e}")
+                    calls[name] = call
+                except Exception as error:
+                    failures[name] = {"all": reason(error, [str(h.message) for h in heard])}
+        expected = None
+    order = passes(group, case)
+    timings: dict[str, dict[str, Any]] = {name: {} for name in calls}
+    memory: dict[str, dict[str, int | None]] = {name: {} for name in calls}
+    with tf32(case.precision == "tf32"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for kind in ("second",) if group == "second" else order:
+            jobs: dict[str, Job] = {}
+            for name, call in calls.items():
+                try:
+                    jobs[name] = getattr(problem, kind)(call)
+                except Exception as error:
+                    failures.setdefault(name, {})[kind] = reason(error)
+            for name, result in interleave(jobs, clock, milliseconds).items():
+                if isinstance(result, Exception):
+                    failures.setdefault(name, {})["all" if kind == "second" else kind] = reason(result)
+                else:
+                    timings[name] |= result
+            for name in jobs:
+                if name not in failures:
+                    job = problem.step(calls[name]) if kind == "backward" else jobs[name]
+                    memory[name][kind] = peak_bytes(job, clock.device)
+            del jobs
+    rows = chosen(case, given, backend) if "adatom" in calls else {}
+    entries = []
+    for name in binds:
+        about: dict[str, Any] = {"group": group, "case": case.name, "contender": name}
+        for kind, why in failures.get(name, {}).items():
+            entries.append({**about, "pass": kind, "reason": why})
+        for kind in order:
+            if name not in timings or kind not in timings[name]:
+                continue
+            timing = timings[name][kind]
+            entry = {**about, "pass": kind, **({"row": rows[kind]} if name == "adatom" else {})}
+            entry |= {"ms": timing.ms, "spread": [timing.low, timing.high], "repeats": timing.repeats}
+            entry |= speed(case, kind, timing.ms, peaks)
+            entries.append({**entry, "peak_bytes": memory[name].get("second" if group == "second" else kind)})
+    return entries
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Relative distance, in the Euclidean norm; NaN if either holds one."""
+    a, b = a.float(), b.float()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def speed(case: Case, kind: str, ms: float, peaks: dict[str, float]) -> dict[str, Any]:
+    """Rates of a pass, what bounds it ("flops" or "bytes"), and the share of that ceiling which it reaches."""
+    flops, moved = cases.flops(case, OPS[kind]), cases.bytes_moved(case, OPS[kind])
+    if case.dtype in (torch.float16, torch.bfloat16) and "bf16 matmul" in peaks:
+        product = peaks["bf16 matmul"]
+    elif case.precision != "ieee" and "TF32 matmul" in peaks:
+        product = peaks["TF32 matmul"]
+    else:
+        product = peaks["fp32 matmul"]
+    by_flops, by_bytes = flops / product / 1e9, moved / peaks["copy"] / 1e6  # the least milliseconds that each allows
+    return {
+        "tflops": flops / ms / 1e9,
+        "gbps": moved / ms / 1e6,
+        "bound": "bytes" if by_bytes > by_flops else "flops",
+        "share": max(by_flops, by_bytes) / ms,
+    }
+
+
+def host(device: torch.device, backend: str | None = None) -> tuple[str, list[dict[str, Any]]]:
+    """Host microseconds per call of a small problem, beside SDPA's, without and with gradients: (problem, entries)."""
+    cuda = device.type == "cuda"
+    shape, dtype = ((1, 8, 128, 64), torch.bfloat16) if cuda else ((1, 1, 8, 8), torch.float32)
+    b, h, s, d = shape
+    case = Case("host", b, h, h, s, s, d, d, dtype)
+    given = cases.make(case, device)
+    entries = []
+    for name, call in {"adatom": ours(case, given, backend), "sdpa": sdpa_default(case, given)}.items():
+        times: dict[str, Any] = {"contender": name}
+        for kind, grad in (("without_grad", False), ("with_grad", True)):
+            tensors = [given[x].detach().requires_grad_(grad) for x in ("q", "k", "v")]
+            with torch.set_grad_enabled(grad):
+                times[kind] = host_microseconds(partial(call, *tensors), device)
+        entries.append(times)
+    return f"{shape} {str(dtype).removeprefix('torch.')}", entries
+
+
+def commit() -> str | None:
+    """The commit of this checkout, "+" appended if files differ from it; None outside a checkout."""
+    try:
+        git = ["git", "-C", str(Path(__file__).parent)]
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def device_name(device: torch.device) -> str:
+    """What a reader would call this device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def start(device: torch.device) -> tuple[dict[str, Any], Clock]:
+    """An empty record for this machine with its ceilings, and the clock to fill it with."""
+    clock = Clock(device)
+    versions = {**machine.versions(), **{r.name: installed(r)[0] for r in RIVALS if r.packages}}
+    return {
+        "device": device_name(device),
+        "kind": device.type,
+        "system": platform.platform(),
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "ceilings": ceilings(clock),
+        "host_case": "",
+        "host": [],
+        "entries": [],
+    }, clock
+
+
+def wanted(case: Case, group: str, rivals: tuple[Rival, ...], by_name: bool) -> dict[str, Bind]:
+    """The rivals to time on a case: those installed that matter there, or all that were asked for by name."""
+    return {r.name: r.bind for r in rivals if installed(r)[0] and (by_name or r.matters(case, group))}
+
+
+def groups(device: torch.device, names: list[str], quick: bool) -> dict[str, tuple[Case, ...]]:
+    """The bench cases of a device by group. Raises ValueError for an unknown group."""
+    known = cases.BENCH if device.type == "cuda" else cases.BENCH_CPU
+    unknown = [n for n in names if n not in known]
+    if unknown:
+        raise ValueError(f"no group {', '.join(unknown)}; there are: {', '.join(known)}")
+    return {n: known[n][:1] if quick else known[n] for n in names or known}
+
+
+def unproven(case: Case, group: str, device: torch.device, backend: str | None) -> str | None:
+    """Why adatom's kernels for this case may show no speed: they failed their check. None if they passed."""
+    return None

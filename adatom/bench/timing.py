@@ -1,0 +1,224 @@
+"""Times and memory of jobs, measured so that contenders can be compared: side by side, interleaved, caches flushed.
+
+A job is a generator function: it does its work and yields the name of each phase as that phase ends, so one step can
+have several timed phases (forward, backward, double backward) without running any of them twice.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+Job = Callable[[], Iterator[str]]
+
+
+class Timing(NamedTuple):
+    """Milliseconds of one phase: the median, and the 20th and 80th percentiles; `repeats` is how many were taken."""
+
+    ms: float
+    low: float
+    high: float
+    repeats: int
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which `share` of `values` lie, linearly interpolated. `values` must not be empty."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+class Clock:
+    """Marks moments on a device's time line: CUDA events on a GPU, the host's clock on a CPU.
+
+    `flush()` empties the L2 cache between measurements. It also keeps the GPU busy for a while, so that the host has
+    launched the kernels of the job before the GPU gets to them and the launch itself stays out of the time.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            total = torch.cuda.get_device_properties(device).total_memory
+            self._cache = torch.empty(min(1 << 29, total // 32), dtype=torch.int8, device=device)
+
+    def mark(self) -> Any:
+        """This moment, as something that `between` takes."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Milliseconds from mark `start` to mark `end`; on a GPU only after `wait()`."""
+        return start.elapsed_time(end) if self.cuda else 1e3 * (end - start)
+
+    def flush(self) -> None:
+        if self.cuda:
+            self._cache.zero_()
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def step(self, job: Job) -> dict[str, tuple[Any, Any]]:
+        """Run `job` once; the marks at the start and end of each of its phases."""
+        marks = {}
+        start = self.mark()
+        for name in job():
+            end = self.mark()
+            marks[name] = (start, end)
+            start = end
+        return marks
+
+
+def interleave(
+    jobs: dict[str, Job], clock: Clock, milliseconds: float = 80.0, most: int = 50, warmup: int = 2
+) -> dict[str, dict[str, Timing] | Exception]:
+    """Time every job, taking turns (A, B, C, A, B, C, ...) so that clock drift hits all alike.
+
+    Each job gets about `milliseconds` of measured time, between 3 and `most` repeats, spread evenly over the rounds.
+    Returns, for each job, its phases' timings, or the exception that it raised.
+    """
+    results: dict[str, dict[str, Timing] | Exception] = {}
+    repeats: dict[str, int] = {}
+    for name, job in jobs.items():
+        try:
+            for _ in range(warmup):
+                marks = clock.step(job)
+                clock.wait()
+            estimate = sum(clock.between(*m) for m in marks.values())
+            repeats[name] = max(3, min(most, int(milliseconds / max(estimate, 1e-3))))
+        except Exception as error:  # a rival may fail in any way; the table shows how
+            results[name] = _forget(error)
+    rounds = max(repeats.values(), default=0)
+    taken: dict[str, list[dict[str, tuple[Any, Any]]]] = {name: [] for name in repeats}
+    for i in range(rounds):
+        for name in list(taken):
+            if i * repeats[name] // rounds == (i + 1) * repeats[name] // rounds:
+                continue
+            try:
+                clock.flush()
+                taken[name].append(clock.step(jobs[name]))
+            except Exception as error:
+                results[name] = _forget(error)
+                del taken[name]
+    clock.wait()
+    for name, steps in taken.items():
+        phases = {}
+        for phase in steps[0]:
+            times = [clock.between(*step[phase]) for step in steps]
+            phases[phase] = Timing(quantile(times, 0.5), quantile(times, 0.2), quantile(times, 0.8), len(times))
+        results[name] = phases
+    return {name: results[name] for name in jobs}
+
+
+def _forget(error: Exception) -> Exception:
+    """`error` without its traceback, whose frames would keep the failed job's tensors alive."""
+    error = error.with_traceback(None)
+    error.__context__ = error.__cause__ = None
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return error
+
+
+def peak_bytes(job: Job, device: torch.device) -> int:
+    """The most memory that one run of `job` held beyond what was allocated before it, in bytes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in job():
+            pass
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler writes its starts and stops to stderr
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        for _ in job():
+            pass
+    held = most = 0
+    for event in profiler.kineto_results.events():  # in time order
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def host_microseconds(call: Callable[[], Any], device: torch.device, calls: int = 300) -> float:
+    """Host microseconds of one `call`: the median over 5 runs of many calls, none of which waits for the GPU."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda *_: None
+    times = []
+    for i in range(6):  # the first run warms up
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed = time.perf_counter() - start
+        if i:
+            times.append(1e6 * elapsed / calls)
+    wait(device)
+    return quantile(times, 0.5)
+
+
+def ceilings(clock: Clock) -> dict[str, float]:
+    """What this device reaches at best: matrix products in TFLOP/s and a copy in GB/s (bytes read plus written)."""
+    device = clock.device
+    jobs: dict[str, Job] = {}
+    work: dict[str, float] = {}
+
+    def product(n: int, dtype: torch.dtype) -> Job:
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+
+        def job() -> Iterator[str]:
+            a @ b
+            yield "matmul"
+
+        return job
+
+    n = 8192 if clock.cuda else 1024
+    kinds = (("bf16 matmul", torch.bfloat16), ("TF32 matmul", torch.float32), ("fp32 matmul", torch.float32))
+    for name, dtype in kinds if clock.cuda else kinds[2:]:
+        size = n if dtype == torch.bfloat16 or not clock.cuda else n // 2
+        with tf32(name == "TF32 matmul"):
+            timed = interleave({name: product(size, dtype)}, clock, milliseconds=100)[name]
+        work[name] = 2 * size**3 / 1e9 / _ms(timed)
+    count = (1 << 30) if clock.cuda else (1 << 26)
+    source = torch.randn(count // 4, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> Iterator[str]:
+        target.copy_(source)
+        yield "copy"
+
+    jobs["copy"] = copy
+    work["copy"] = 2 * count / 1e6 / _ms(interleave(jobs, clock, milliseconds=100)["copy"])
+    return work
+
+
+def _ms(timed: dict[str, Timing] | Exception) -> float:
+    if isinstance(timed, Exception):
+        raise timed
+    return sum(t.ms for t in timed.values())
+
+
+class tf32:
+    """While active, PyTorch's own float32 matrix products on a GPU may (or may not) use TF32."""
+
+    def __init__(self, allowed: bool):
+        self.allowed = allowed
+
+    def __enter__(self) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.allowed else "highest")
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self.before)
