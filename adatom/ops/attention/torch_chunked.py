@@ -72,7 +72,8 @@ def _plain_forward(x: Inputs, o: Options, out: Tensor, lse: Tensor) -> None:
     else:
         k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     mask = _mask(x)
-    result, result_lse = _flash(q, k, v, 0.0, o.causal and q.shape[2] > 1, attn_mask=mask, scale=o.scale)
+    causal = o.causal and x.q.shape[2] > 1  # one query sees every key, however many heads are folded into rows
+    result, result_lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=o.scale)
     out.copy_(result.reshape(out.shape))
     lse.copy_(result_lse.reshape(lse.shape))
     if mask is not None:  # it gives 0 to a row that sees nothing
