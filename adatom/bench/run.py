@@ -48,7 +48,7 @@ def ours(case: Case, given: dict[str, Any], backend: str | None = None) -> Call:
 def chosen(case: Case, given: dict[str, Any], backend: str | None = None) -> dict[str, str]:
     """The backend that adatom chooses for each pass."""
     bias = given.get("bias")
-    if bias is not None and bias.is_floating_point():
+    if bias is not None and bias.is_floating_point() and case.bias_grad:
         given = {**given, "bias": bias.detach().requires_grad_()}
     found = {v.op: v.backend for v in registry.explain("attention", **given, backend=backend) if v.chosen}
     return {name: found[op] for name, op in OPS.items() if op in found}
@@ -61,6 +61,8 @@ class Problem:
         self.case = case
         self.plain = [given[name] for name in ("q", "k", "v", "bias") if name in given]
         self.leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.plain]
+        if not case.bias_grad:
+            self.leaves[3:] = self.plain[3:]
         self.wanted = [x for x in self.leaves if x.requires_grad]
         q, v = given["q"], given["v"]
         self.dout = torch.randn((*q.shape[:-1], v.shape[-1]), device=q.device, dtype=q.dtype)
@@ -178,11 +180,13 @@ def compare(
         for kind in ("second",) if group == "second" else order:
             jobs: dict[str, Job] = {}
             for name, call in calls.items():
-                try:
-                    jobs[name] = getattr(problem, kind)(call)
-                except Exception as error:
-                    failures.setdefault(name, {})[kind] = reason(error)
-            for name, result in interleave(jobs, clock, milliseconds).items():
+                with warnings.catch_warnings(record=True) as heard:
+                    warnings.simplefilter("always")
+                    try:
+                        jobs[name] = getattr(problem, kind)(call)
+                    except Exception as error:
+                        failures.setdefault(name, {})[kind] = reason(error, [str(h.message) for h in heard])
+            for name, result in interleave(jobs, clock, milliseconds, warmup=2 if clock.cuda else 1).items():
                 if isinstance(result, Exception):
                     failures.setdefault(name, {})["all" if kind == "second" else kind] = reason(result)
                 else:
