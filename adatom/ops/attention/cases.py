@@ -1,7 +1,7 @@
 """Shapes, inputs, flops and bytes of attention: read by the tests, verify, bench and compile.
 
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
-GPU: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over 2**31 elements.
+GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over 2**31 elements.
 COMPILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 """
 
@@ -352,6 +352,22 @@ GPU: tuple[Case, ...] = (
     Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
     Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),
 )
+
+_QUICK = (
+    *("bf16 32x32", "bf16 64x64", "bf16 128x128", "tf32x3 64x64", "tf32x3 192x128", "f16 128", "tf32 64", "ieee 32"),
+    *(
+        "square 1024 causal",
+        "one query",
+        "rows with nothing",
+        "window both f32",
+        "softcap",
+        "sinks",
+        "large scores f16",
+    ),
+    *("bias bhqk", "bias 1hqk f32", "bias b11k", "bias bhq1 f32", "bias 1hqk -inf f16", "kv_lens", "varlen"),
+    *("varlen everything", "everything", "over 65535 heads"),
+)
+QUICK: tuple[Case, ...] = tuple(case for case in GPU if case.name in _QUICK)
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bias bhqk", {"bias": "bhqk"}),

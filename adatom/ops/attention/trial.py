@@ -1,0 +1,211 @@
+"""A case of attention with its tensors: the truth in float64, what PyTorch makes of it, what a launcher is given."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from adatom.ops.attention import api, cases, reference
+from adatom.ops.attention.cases import Case
+from adatom.ops.attention.problem import Inputs, Options, Problem, problem
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+
+OUTPUTS = {
+    "attention_fwd": ("out", "lse"),
+    "attention_bwd": ("dq", "dk", "dv", "dbias", "dsinks"),
+    "attention_bwd_bwd": ("dq2", "dk2", "dv2", "dbias2", "dsinks2", "ddout", "ddlse"),
+    "attention_jvp": ("tout", "tlse"),
+}
+PASSES = {
+    "attention_fwd": reference.forward,
+    "attention_bwd": reference.backward,
+    "attention_bwd_bwd": reference.backward_backward,
+    "attention_jvp": reference.jvp,
+}
+COTANGENTS = ("ddq", "ddk", "ddv", "ddbias", "ddsinks")  # of the gradients; `attention_jvp` takes them as tangents
+
+# One rounding to the dtype of 16-bit results; four for 32- and 64-bit arithmetic, whose sums take many; one of TF32.
+FLOORS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22, torch.float64: 2.0**-51}
+FLOOR_TF32 = 2.0**-11
+
+
+class _MatmulTF32(torch.autograd.Function):
+    """A matrix product of operands rounded to TF32, in every derivative too: for CPUs, which have no TF32."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.matmul(_round_tf32(a), _round_tf32(b))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _MatmulTF32.apply(grad, b.mT), _MatmulTF32.apply(a.mT, grad)
+
+
+def _round_tf32(x: Tensor) -> Tensor:
+    """float32 rounded to the 10 mantissa bits of TF32, to nearest."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class _EmulateTF32(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dtype == torch.float32:
+            with torch._C.DisableTorchFunction():
+                return _MatmulTF32.apply(*args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _arithmetic(x: Inputs, o: Options) -> Iterator[None]:
+    """PyTorch's float32 matrix products in the precision that the kernel is asked for."""
+    tf32 = o.precision == "tf32" and x.q.dtype == torch.float32
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32 and x.q.is_cuda
+    try:
+        with _EmulateTF32() if tf32 and not x.q.is_cuda else nullcontext():
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def named(op: str, values: Iterable[Tensor | None]) -> Tensors:
+    """The results of a pass by name, without those that are None."""
+    return {name: value for name, value in zip(OUTPUTS[op], values) if value is not None}
+
+
+class Trial:
+    """A case with its tensors, the truth and what PyTorch makes of it; passes are computed when first asked for.
+
+    One case in two gets all cotangents, the others lack some, as autograd may leave them out.
+    """
+
+    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
+        self.case = case
+        self.x, self.o, _ = api.inputs_of(**cases.make(case, device, seed))
+        q, k, v, bias, sinks = self.x[:5]
+        self.bias_grad = bias is not None and bias.is_floating_point() and case.bias_grad
+        random = torch.Generator(device).manual_seed(seed + 1)
+
+        def draw(like: Tensor, dtype: torch.dtype) -> Tensor:
+            inner = like.dim() == 4 and case.layout == "bshd" and like is not bias  # heads inside length, as in q
+            shape = like.transpose(1, 2).shape if inner else like.shape
+            wide = torch.bfloat16 if case.huge else torch.float32
+            drawn = torch.randn(shape, generator=random, device=device, dtype=wide).to(dtype)
+            return drawn.transpose(1, 2) if inner else drawn
+
+        lacking = ((), (), (), (), ("dlse",), ("ddv", "dlse"), ("ddq", "ddbias"), ("ddk", "ddsinks"))
+        lacks = lacking[zlib.crc32(case.name.encode()) % len(lacking)]
+        wants = (q, k, v, bias if self.bias_grad else None, sinks)
+        self.dout = draw(q[..., :1].expand(*q.shape[:-1], v.shape[-1]), q.dtype)
+        lse = q[..., 0] if q.dim() == 4 else q[..., 0].T
+        self.dlse = None if "dlse" in lacks else draw(lse, torch.promote_types(q.dtype, torch.float32))
+        self.dd = [
+            None if like is None or name in lacks else draw(like, like.dtype) for name, like in zip(COTANGENTS, wants)
+        ]
+        self._truth: dict[str, Tensors] = {}
+        self._formulas: dict[str, Tensors] = {}
+
+    def part(self, i: int) -> Trial:
+        """Batch element i alone, for cases too large to be judged whole: padded, no sinks, a bias for each."""
+        one = copy.copy(self)
+        one.__dict__.pop("_autograd", None)
+
+        def cut(t: Any) -> Any:
+            return None if t is None else t[i : i + 1]
+
+        one.x = Inputs(*map(cut, self.x))
+        one.dout, one.dlse, one.dd = cut(self.dout), cut(self.dlse), [cut(t) for t in self.dd]
+        one._truth, one._formulas = {}, {}
+        return one
+
+    @property
+    def problem(self) -> Problem:
+        """What the choice of a kernel may look at."""
+        return problem(self.x, self.o, self.bias_grad)
+
+    @property
+    def floor(self) -> float:
+        """Relative error that is always allowed."""
+        tf32 = self.x.q.dtype == torch.float32 and self.o.precision == "tf32"
+        return FLOOR_TF32 if tf32 else FLOORS[self.x.q.dtype]
+
+    def arguments(self, op: str, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Any, ...]:
+        """What a launcher of a pass gets, given the out and lse of a forward; None stands for the truth, rounded."""
+        if op == "attention_fwd":
+            return self.x, self.o
+        if out is None or lse is None:
+            true = self.truth("attention_fwd")
+            out, lse = (
+                true["out"].to(self.x.q.dtype),
+                true["lse"].to(torch.promote_types(self.x.q.dtype, torch.float32)),
+            )
+        if op == "attention_bwd":
+            return self.x, self.o, out, lse, self.dout, self.dlse, self.bias_grad
+        if op == "attention_bwd_bwd":
+            return self.x, self.o, out, lse, self.dout, self.dlse, *self.dd, self.bias_grad
+        return self.x, self.o, out, lse, *self.dd
+
+    def truth(self, op: str) -> Tensors:
+        """The results of a pass by the reference in float64."""
+        if op not in self._truth:
+            forward = () if op == "attention_fwd" else self.truth("attention_fwd").values()
+            self._truth[op] = named(op, PASSES[op](*_float64(self.arguments(op, *forward))))
+        return self._truth[op]
+
+    def yardsticks(self, op: str) -> tuple[Tensors, Tensors]:
+        """What PyTorch makes of a pass in the precision of the case: by autograd, and by the reference's formulas."""
+        return self._autograd[op], self.formulas(op)
+
+    def formulas(self, op: str) -> Tensors:
+        """The results of a pass by the reference in the precision of the case."""
+        if op not in self._formulas:
+            forward = () if op == "attention_fwd" else self.formulas("attention_fwd").values()
+            with _arithmetic(self.x, self.o):
+                self._formulas[op] = named(op, PASSES[op](*self.arguments(op, *forward)))
+        return self._formulas[op]
+
+    @cached_property
+    def _autograd(self) -> dict[str, Tensors]:
+        """Every pass of dense attention by autograd, in the precision of the case."""
+        has = [True, True, True, self.bias_grad, self.x.sinks is not None]
+        leaves = [t.detach().requires_grad_() if h and t is not None else t for t, h in zip(self.x, has)]
+        wanted = [t for t, h in zip(leaves, has) if t is not None and h]
+
+        def spread(values: Sequence[Tensor]) -> list[Tensor | None]:
+            left = iter(values)
+            return [next(left).detach() if h else None for h in has]
+
+        with _arithmetic(self.x, self.o):
+            out, lse = reference.attention(Inputs(*leaves, *self.x[5:]), self.o)  # type: ignore[call-arg, arg-type]
+            dlse = torch.zeros_like(lse) if self.dlse is None else self.dlse
+            seeds = [self.dout.detach().requires_grad_(), dlse.detach().requires_grad_()]
+            grads = torch.autograd.grad((out, lse), wanted, seeds, create_graph=True)
+            along = [(g, t) for g, t in zip(grads, (t for t, h in zip(self.dd, has) if h)) if t is not None]
+            seconds = torch.autograd.grad(
+                [g for g, _ in along], [*wanted, *seeds], [t for _, t in along], materialize_grads=True
+            )
+        n = len(wanted)
+        return {
+            "attention_fwd": named("attention_fwd", (out.detach(), lse.detach())),
+            "attention_bwd": named("attention_bwd", spread(grads)),
+            "attention_bwd_bwd": named("attention_bwd_bwd", (*spread(seconds[:n]), *seconds[n:])),
+            "attention_jvp": named("attention_jvp", seconds[n:]),  # what moves with dout and dlse is the jvp
+        }
+
+
+def _float64(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Inputs):
+            yield Inputs(*_float64(value))
+        else:
+            yield value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
