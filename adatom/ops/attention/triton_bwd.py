@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, poison
-from adatom.ops.attention.triton_call import Call, Config, Configs, pick
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.triton_call import Call, Config, Configs, pick, reduce_to
 from adatom.tiles.launch import launch
 from adatom.tiles.triton import (
     FULL,
@@ -411,14 +411,8 @@ def _q_pass(
     """dq, delta, and what DBIAS says: the tiles of dbias, the row sums of dS, or nothing."""
     x = call.x
     config = pick("bwd_q", Q_CONFIGS, call)
-    dq, delta = empty_like(x.q), poison(torch.empty_like(lse))
-    side = lse
-    if dbias == FULL.value:
-        shape = (call.batch, call.heads, call.len_q, call.len_k)
-        skips = call.left >= 0 or call.right >= 0 or x.kv_lens is not None  # tiles outside the mask are not visited
-        side = x.q.new_zeros(shape, dtype=x.bias.dtype) if skips else empty(shape, x.q, x.bias.dtype)
-    elif dbias == QUERY.value:
-        side = poison(torch.empty_like(lse))
+    dq, delta = empty_like(x.q), empty_like(lse)
+    side = call.bias_side(dbias, lse)
     tma = call.use_tma(config, x.q, x.k, x.v, dout)
     q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
     k, v = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v))
@@ -428,7 +422,7 @@ def _q_pass(
         *call.strides(dq), *call.bias_strides, *call.counts(), call.scale, call.o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, DBIAS=dbias, DLSE=dlse is not None, TMA=tma)
-    launch(_q_kernel, call.programs(call.len_q, config.block_m), args, meta)
+    launch(_q_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
     return dq, delta, side
 
 
@@ -450,7 +444,7 @@ def _kv_pass(
         *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, COLSUM=colsum, ATOMIC=dq is not None, TMA=tma)
-    launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), args, meta)
+    launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), args, meta, config.spill)
     return dk, dv, sums
 
 
@@ -467,20 +461,8 @@ def _bias_pass(call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.T
     tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
     meta = call.constexprs(config)
     del meta["VARLEN"]
-    launch(_bias_kernel, tiles * x.bias.shape[0] * x.bias.shape[1], args, meta)
+    launch(_bias_kernel, tiles * x.bias.shape[0] * x.bias.shape[1], args, meta, config.spill)
     return dbias
-
-
-def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
-    return sums.sum_to_size(bias.shape).to(bias.dtype)
-
-
-def sink_grad(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
-    """-sum of exp(sink - lse) * per_row over all queries of a head, in sinks' dtype; rows that see nothing give 0."""
-    dims, shape = ((1,), (-1, 1)) if lse.dim() == 2 else ((0, 2), (1, -1, 1))
-    p = torch.exp(x.sinks.float().view(shape) - lse)
-    return -torch.where(lse == float("-inf"), 0.0, p * per_row).sum(dims).to(x.sinks.dtype)
 
 
 def backward(
@@ -490,21 +472,17 @@ def backward(
     """dq, dk, dv, dbias, dsinks, bit for bit the same on every run."""
     call = Call(x, o)
     dlse = None if dlse is None else dlse.contiguous()
-    kind = call.meta["BIAS"] if bias_grad else NONE.value
-    shared = kind == FULL.value and tuple(x.bias.shape[:2]) != (call.batch, call.heads)
-    in_q = kind if kind == QUERY.value or (kind == FULL.value and not shared) else NONE.value
-    dq, delta, side = _q_pass(call, out, lse, dout, dlse, in_q)
+    kind, shared = call.bias_grad(bias_grad)
+    dq, delta, side = _q_pass(call, out, lse, dout, dlse, NONE.value if shared or kind == KEY.value else kind)
     dk, dv, colsum = _kv_pass(call, lse, dout, delta, kind == KEY.value, None)
     dbias = None
     if shared:
         dbias = _bias_pass(call, lse, dout, delta)
     elif kind == FULL.value:
         dbias = side
-    elif kind == QUERY.value:
-        dbias = reduce_to(side[..., None], x.bias)
-    elif kind == KEY.value:
-        dbias = reduce_to(colsum, x.bias)
-    return dq, dk, dv, dbias, None if x.sinks is None else sink_grad(x, lse, delta)
+    elif kind != NONE.value:
+        dbias = reduce_to(colsum if kind == KEY.value else side[..., None], x.bias)
+    return dq, dk, dv, dbias, None if x.sinks is None else call.sink_grad(lse, delta)
 
 
 def backward_atomic(
@@ -518,4 +496,4 @@ def backward_atomic(
     dk, dv, _ = _kv_pass(call, lse, dout, delta, False, sums)
     dq = empty_like(x.q)
     torch.mul(sums.transpose(0, 1) if call.varlen else sums, o.scale, out=dq)
-    return dq, dk, dv, None, None if x.sinks is None else sink_grad(x, lse, delta)
+    return dq, dk, dv, None, None if x.sinks is None else call.sink_grad(lse, delta)

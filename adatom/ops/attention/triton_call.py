@@ -10,7 +10,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adatom.device import facts
-from adatom.ops.attention.problem import Inputs, Options, bias_kind
+from adatom.ops.attention.problem import Inputs, Options, bias_kind, empty, empty_like
 
 _BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
 _L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H100's L2
@@ -159,9 +159,35 @@ class Call:
             )
         )
 
+    def bias_grad(self, wanted: bool) -> tuple[int, bool]:
+        """(kind of the bias whose gradient is wanted, or 0; whether that is a full bias that several heads share)."""
+        kind = self.meta["BIAS"] if wanted else 0
+        return kind, kind == 3 and tuple(self.x.bias.shape[:2]) != (self.batch, self.heads)  # type: ignore[union-attr]
+
+    def bias_side(self, kind: int, lse: torch.Tensor) -> torch.Tensor:
+        """What a pass over queries writes beside dq: dbias itself if full, row sums like lse if per query."""
+        if kind == 3:
+            shape = (self.batch, self.heads, self.len_q, self.len_k)
+            # tiles outside the mask are never visited
+            skips = self.left >= 0 or self.right >= 0 or self.x.kv_lens is not None
+            dtype = self.bias.dtype
+            return lse.new_zeros(shape, dtype=dtype) if skips else empty(shape, lse, dtype)
+        return empty_like(lse) if kind == 2 else lse
+
+    def sink_grad(self, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
+        """-sum of exp(sink - lse) * per_row over the queries of each head, in sinks' dtype; empty rows give 0."""
+        dims, shape = ((1,), (-1, 1)) if self.varlen else ((0, 2), (1, -1, 1))
+        p = torch.exp(self.sinks.float().view(shape) - lse)
+        return -torch.where(lse == float("-inf"), 0.0, p * per_row).sum(dims).to(self.sinks.dtype)
+
     def tile(self, x: torch.Tensor, block: int) -> Any:
         """A descriptor of x (batch, heads, length, dim) that loads `block` rows of one head."""
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, _pow2(x.shape[-1])])
+
+
+def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
+    return sums.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def broadcast_strides(bias: torch.Tensor) -> tuple[int, int, int, int]:

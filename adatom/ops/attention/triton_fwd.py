@@ -187,5 +187,5 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
         EVEN_N=call.even(call.len_k, config.block_n), TMA=tma, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    launch(_fwd_kernel, call.programs(call.len_q, config.block_m), args, meta)
+    launch(_fwd_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
     return out, lse
