@@ -117,6 +117,15 @@ def logits_and_gradients(model, ids, mask):
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def softmax_in_its_own_dtype(monkeypatch):
     """Some eager families take the softmax of float64 in float32, where their masks overflow to -inf and padding to NaN."""

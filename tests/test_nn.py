@@ -1,0 +1,138 @@
+"""adatom.nn against torch.nn."""
+
+import pytest
+import torch
+from torch import nn
+
+from adatom.nn import Attention
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def in_proj_gradients(module):
+    return [torch.cat([getattr(module, n).weight.grad for n in "qkv"]), torch.cat([getattr(module, n).bias.grad for n in "qkv"])]
+
+
+MASKS = ("none", "bool", "float", "per-head", "padding", "both", "float-padding")
+
+
+def masks(kind, batch, heads, seqlen_q, seqlen_k):
+    """What to give nn.MultiheadAttention; the first key is never masked."""
+    square = torch.rand(seqlen_q, seqlen_k) < 0.3
+    padding = torch.arange(seqlen_k) >= torch.tensor([seqlen_k, seqlen_k - 2, 3])[:batch, None]
+    square[:, 0] = False
+    if kind == "none":
+        return {}
+    if kind == "bool":
+        return dict(attn_mask=square)
+    if kind == "float":
+        return dict(attn_mask=torch.randn(seqlen_q, seqlen_k))
+    if kind == "per-head":
+        return dict(attn_mask=torch.randn(batch * heads, seqlen_q, seqlen_k))
+    if kind == "padding":
+        return dict(key_padding_mask=padding)
+    if kind == "both":
+        return dict(attn_mask=square, key_padding_mask=padding)
+    return dict(attn_mask=torch.randn(seqlen_q, seqlen_k), key_padding_mask=padding.double().masked_fill(padding, -torch.inf))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_as_multihead_attention(kind):
+    """Outputs, and gradients of inputs and weights. MHA's bool masks mean the opposite of `bias`: True is masked."""
+    mha = nn.MultiheadAttention(16, 4, batch_first=True)
+    nn.init.normal_(mha.in_proj_bias)
+    module = Attention.from_torch(mha)
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    options = masks(kind, 3, 4, 7, 7)
+    expected, _ = mha(x, x, x, need_weights=False, **options)
+    out = module(x, **options)
+    close(out, expected)
+    dout = torch.randn_like(out)
+    (dx_expected,) = torch.autograd.grad(expected, x, dout, retain_graph=True)
+    (dx,) = torch.autograd.grad(out, x, dout, retain_graph=True)
+    close(dx, dx_expected)
+    expected.backward(dout)
+    out.backward(dout)
+    for got, want in zip(in_proj_gradients(module), (mha.in_proj_weight.grad, mha.in_proj_bias.grad)):
+        close(got, want)
+    for got, want in zip(module.out.parameters(), mha.out_proj.parameters()):
+        close(got.grad, want.grad)
+    if kind == "bool":
+        close(module(x, bias=~options["attn_mask"]), expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_cross_attention_with_other_widths(bias):
+    mha = nn.MultiheadAttention(16, 2, bias=bias, kdim=5, vdim=6, batch_first=True)
+    module = Attention.from_torch(mha)
+    q, k, v = torch.randn(2, 4, 16), torch.randn(2, 9, 5), torch.randn(2, 9, 6)
+    close(module(q, k, v), mha(q, k, v)[0])
+    assert (module.q.bias is not None) == bias == (module.out.bias is not None)
+
+
+def test_length_first_weights_are_copied():
+    mha = nn.MultiheadAttention(16, 2)
+    x = torch.randn(5, 3, 16)
+    close(Attention.from_torch(mha)(x.transpose(0, 1)).transpose(0, 1), mha(x, x, x)[0])
+
+
+def test_copies_are_independent():
+    mha = nn.MultiheadAttention(16, 2, batch_first=True)
+    module, x = Attention.from_torch(mha), torch.randn(2, 3, 16)
+    before = module(x)
+    with torch.no_grad():
+        mha.in_proj_weight.zero_()
+        mha.out_proj.weight.zero_()
+    assert torch.equal(module(x), before)
+
+
+def test_grouped_heads_causal_window_and_own_width():
+    module = Attention(12, 4, kv_heads=2, head_dim=8, causal=True, window=(3, None), softcap=2.0, scale=0.5)
+    x = torch.randn(2, 6, 12)
+    q, k, v = (getattr(module, n)(x).unflatten(-1, (-1, 8)).transpose(1, 2) for n in "qkv")
+    assert k.shape[1] == 2
+    scores = 2.0 * torch.tanh(q @ k.repeat_interleave(2, 1).mT * 0.5 / 2.0)
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    p = scores.masked_fill((j > i) | (j < i - 3), -torch.inf).softmax(-1)
+    close(module(x), module.out((p @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)))
+
+
+def test_kv_lens_and_padding_agree():
+    module, x = Attention(16, 2), torch.randn(3, 6, 16)
+    lens = torch.tensor([6, 4, 1])
+    close(module(x, kv_lens=lens), module(x, key_padding_mask=torch.arange(6) >= lens[:, None]))
+
+
+def test_learned_bias_and_sinks_get_gradients():
+    module = Attention(16, 2, sinks=True)
+    bias = torch.randn(2, 6, 6, requires_grad=True)
+    padding = torch.zeros(3, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    module(torch.randn(3, 6, 16), bias=bias, key_padding_mask=padding).square().sum().backward()
+    assert bias.grad.abs().min() > 0 and module.sinks.grad.abs().min() > 0
+    assert "heads=2, kv_heads=2, head_dim=8" in repr(module)
+
+
+def test_refusals():
+    with pytest.raises(NotImplementedError, match="no dropout.*0.1"):
+        Attention.from_torch(nn.MultiheadAttention(16, 2, dropout=0.1))
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(NotImplementedError, match=option):
+            Attention.from_torch(nn.MultiheadAttention(16, 2, **{option: True}))
+    with pytest.raises(ValueError, match="heads=4, kv_heads=3"):
+        Attention(16, 4, kv_heads=3)
+    with pytest.raises(ValueError, match="embed_dim=15, heads=4"):
+        Attention(15, 4)
+    with pytest.raises(ValueError, match=r"\(batch, seqlen_q, embed_dim\).*\[3, 16\]"):
+        Attention(16, 4)(torch.randn(3, 16))
