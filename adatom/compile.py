@@ -22,7 +22,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ DEVICES = {
     100: Device("cuda", 100, 148, 232448),
     120: Device("cuda", 120, 170, 101376),
 }
-# A thin selection for CI: each kernel, each kind of arithmetic, each source of extra code once.
+# A thin selection for CI: each kernel, each kind of arithmetic, each option that changes much code once.
 QUICK_ARCHS = (80, 90, 100)
 QUICK_CASES = (
     "bf16 64 full",
@@ -56,7 +55,7 @@ QUICK_CASES = (
     "tf32x3 64 full",
     "tf32 64 causal",
     "ieee 32 full",
-    "bf16 64 bias 1hqk",
+    "bf16 64 bias 1hqk causal",
     "bf16 64 bias b11k",
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
@@ -153,7 +152,7 @@ def _arguments(op: str, x: Inputs, o: Options) -> tuple[Any, ...]:
         return x, o
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     moved = [empty_like(t) if t is not None and t.is_floating_point() else None for t in x[:5]]
-    bias_grad = moved[3] is not None
+    bias_grad = x.bias is not None and x.bias.requires_grad
     return {
         "attention_bwd": (x, o, out, lse, out, None, bias_grad),
         "attention_bwd_bwd": (x, o, out, lse, out, None, *moved, bias_grad),
@@ -211,7 +210,10 @@ def collect(archs: list[int], chosen: tuple[Case, ...], wanted: Callable[[str], 
     collector = Collector(wanted)
     for case in chosen:
         for sized in _lengths(case):
-            x, o, _ = inputs_of(**cases.make(sized, "cpu"))
+            given = cases.make(sized, "cpu")
+            if case.bias_grad and "bias" in given:
+                given["bias"].requires_grad_(given["bias"].is_floating_point())
+            x, o, _ = inputs_of(**given)
             for arch, row in itertools.product(archs, _kernel_rows()):
                 with device.pretend(DEVICES[arch]):
                     if row.unfit(problem(x, o)) is not None:
@@ -240,8 +242,8 @@ def _run(tool: str, *args: str) -> str:
     """Run one of the CUDA tools that come with Triton."""
     import triton
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True).stdout
+    path = getattr(triton.knobs.nvidia, tool).path
+    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
 
 
 def read_cubin(cubin: bytes) -> dict[str, Any]:
