@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from adatom.check import require
-from adatom.ops.attention.op import Attention, attention_fwd
+from adatom.ops.attention.op import Attention, CompiledAttention, attention_fwd
 from adatom.ops.attention.problem import Inputs, Options, Problem, problem
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -142,7 +143,9 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 
 def _call(x: Inputs, o: Options, backend: str | None) -> Any:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return CompiledAttention.apply(*x, *o, backend)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
         return Attention.apply(*x, *o, backend)
     return attention_fwd(*x, *o, backend)
 

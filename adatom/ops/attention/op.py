@@ -2,7 +2,8 @@
 
 Three Functions make the chain forward -> backward -> double backward. `out` and `lse` ride along as values: the
 formulas of the second derivative already contain their dependence on the inputs (docs/double_backward.md), so they get
-no gradient. A third derivative raises.
+no gradient. A third derivative raises. Forward mode is a Function too, so that reverse mode can go over it; and
+torch.compile, which refuses Functions with a jvp, takes one of its own.
 """
 
 from __future__ import annotations
@@ -131,31 +132,90 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        *inputs, out, lse = ctx.saved_tensors
-        nothing = (None,) * len(ctx.options)
-        if dout is None and dlse is None:
-            return (None,) * _N_INPUTS + nothing
-        if dout is None:
-            dout = torch.zeros_like(out)
-        bias_grad = ctx.needs_input_grad[3]
-        grads = AttentionBackward.apply(*inputs, *ctx.options, out.detach(), lse.detach(), dout, dlse, bias_grad)
-        dq, dk, dv, dbias, dsinks = grads
-        return (
-            dq,
-            dk,
-            dv,
-            dbias if bias_grad else None,
-            dsinks if ctx.needs_input_grad[4] else None,
-            None,
-            None,
-            None,
-            *nothing,
-        )
+        return _backward_of_attention(ctx, dout, dlse, AttentionBackward.apply)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *inputs, out, lse = ctx.saved_tensors
-        return attention_jvp(*inputs, *ctx.options, out, lse, *tangents[:5])
+        return AttentionJvp.apply(*inputs, *ctx.options, out.detach(), lse.detach(), *tangents[:5])
+
+
+class CompiledAttention(Function):
+    """Attention as torch.compile takes it: it refuses a jvp, and differentiates compiled code once only."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = attention_fwd(*args)
+        ctx.save_for_backward(*args[:_N_INPUTS], *output)
+        ctx.options = args[_N_INPUTS:]
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        return _backward_of_attention(ctx, dout, dlse, attention_bwd)
+
+
+def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any) -> Any:
+    """The gradients of all arguments of Attention; `differentiate` is attention_bwd, or the Function around it."""
+    *inputs, out, lse = ctx.saved_tensors
+    nothing = (None,) * len(ctx.options)
+    if dout is None and dlse is None:
+        return (None,) * _N_INPUTS + nothing
+    if dout is None:
+        dout = torch.zeros_like(out)
+    bias_grad = ctx.needs_input_grad[3]
+    grads = differentiate(*inputs, *ctx.options, out.detach(), lse.detach(), dout, dlse, bias_grad)
+    dq, dk, dv, dbias, dsinks = grads
+    return (
+        dq,
+        dk,
+        dv,
+        dbias if bias_grad else None,
+        dsinks if ctx.needs_input_grad[4] else None,
+        None,
+        None,
+        None,
+        *nothing,
+    )
+
+
+class AttentionJvp(Function):
+    """(the inputs and options of Attention, out, lse, tq, tk, tv, tbias, tsinks) -> (tout, tlse)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return attention_jvp(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL:])
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.options = inputs[_N_INPUTS:_N_CALL]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        inputs, (out, lse, *tangents) = saved[:_N_INPUTS], saved[_N_INPUTS:]
+        grads: list[Any] = [None] * len(needed)
+        if dout is None and dlse is None:
+            return tuple(grads)
+        dout = torch.zeros_like(out) if dout is None else dout
+        head = (*inputs, *ctx.options, out, lse, dout, dlse)
+        if any(needed[:5]):  # the derivative by the inputs along the tangents: the second derivative is symmetric
+            grads[:5] = AttentionBackwardBackward.apply(*head, *tangents, needed[3])[:5]
+        if any(needed[-5:]):  # linear in the tangents
+            grads[-5:] = AttentionBackward.apply(*head, needed[-2])
+        return tuple(g if need else None for g, need in zip(grads, needed))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        saved, moved = ctx.saved_tensors, tangents[-5:]
+        if any(t is not None for t in tangents[:5]):
+            raise RuntimeError("adatom: forward mode over forward mode is not implemented; use reverse mode for one")
+        return AttentionJvp.apply(*saved[:_N_INPUTS], *ctx.options, *saved[_N_INPUTS : _N_INPUTS + 2], *moved)
 
 
 class AttentionBackward(Function):
@@ -207,10 +267,10 @@ class AttentionBackward(Function):
         tdout, tdlse = tangents[_N_CALL + 2 : _N_CALL + 4]
         parts = []
         if any(t is not None for t in moved):  # the Hessian is symmetric: its product with the tangents
-            parts.append(attention_bwd_bwd(*call, dout, dlse, *moved, ctx.bias_grad)[:5])
+            parts.append(AttentionBackwardBackward.apply(*call, dout, dlse, *moved, ctx.bias_grad)[:5])
         if tdout is not None or tdlse is not None:  # linear in (dout, dlse)
             tdout = torch.zeros_like(out) if tdout is None else tdout
-            parts.append(attention_bwd(*call, tdout, tdlse, ctx.bias_grad))
+            parts.append(AttentionBackward.apply(*call, tdout, tdlse, ctx.bias_grad))
         return tuple(sum(p[1:], p[0]) for p in zip(*parts))
 
 
@@ -227,4 +287,8 @@ class AttentionBackwardBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("adatom: third derivatives of attention are not implemented")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
         raise RuntimeError("adatom: third derivatives of attention are not implemented")
