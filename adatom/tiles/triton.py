@@ -168,7 +168,7 @@ def keys_of(m0, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.conste
     end = tl.cast(len_k, tl.int32)
     whole_end = len_k // BLOCK_N * BLOCK_N
     if RIGHT:
-        end = tl.minimum(end, m0 + BLOCK_M + offset + right)
+        end = tl.maximum(tl.minimum(end, m0 + BLOCK_M + offset + right), 0)
         whole_end = tl.minimum(whole_end, tl.maximum(m0 + offset + right + 1, 0) // BLOCK_N * BLOCK_N)
     if LEFT:
         begin = tl.maximum(m0 + offset - left, 0) // BLOCK_N * BLOCK_N
