@@ -176,7 +176,7 @@ def race(device: torch.device, seconds: float, advance: Callable[[], None] = lam
     for s in SIZES[device.type]:
         if s == SIZES[device.type][0] or time.monotonic() - began < seconds:
             case = Case(str(s), 1, 4, 4, s, s, 64, 64, F32)
-            record["entries"] += run.compare(case, "second", contenders, clock, peaks, milliseconds=200)
+            record["entries"] += run.compare(run.Problem(case, device), "second", contenders, clock, peaks, 200.0)
         advance()
     return record
 

@@ -21,7 +21,7 @@ from adatom.bench.report import heading, host_sheet, plot, sheets, tables
 from adatom.bench.rivals import Rival, installed, select
 from adatom.bench.timing import interleave, peak_bytes
 from adatom.ops.attention.cases import Case
-from adatom.registry import PASSES
+from adatom.registry import PASSES, rows
 
 __all__ = ["command", "interleave", "peak_bytes", "plot", "tables"]
 
@@ -52,6 +52,9 @@ def command(
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type not in ("cuda", "cpu") or where.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"no device {where}; see `adatom doctor`")
+        known = dict.fromkeys(row.backend for p in PASSES[op] for row in rows(p))
+        if backend not in (None, *known):
+            raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}")
         chosen = select(rivals)
         work = run.groups(where, group or [], quick)
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
@@ -103,15 +106,20 @@ def _bench(
                 if time.monotonic() - began > budget:
                     skipped.append(f"{group} {case.name}")
                     continue
-                refused = run.unproven(case, group, where, backend) if verify else None
                 faulthandler.dump_traceback_later(_HANG, exit=True, file=sys.__stderr__ or sys.stderr)
                 try:
+                    problem = run.Problem(case, where)
+                    refused = run.unproven(problem, group, backend) if verify else None
                     contenders = run.wanted(case, group, rivals, by_name)
                     spent = 20.0 if quick else 80.0
                     record["entries"] += run.compare(
-                        case, group, contenders, clock, record["ceilings"], spent, backend, refused
+                        problem, group, contenders, clock, record["ceilings"], spent, backend, refused
                     )
+                    del problem
                     clock.wait()  # a crash on the GPU shows here at the latest
+                except torch.cuda.OutOfMemoryError:
+                    entry = {"group": group, "case": case.name, "pass": "all", "contender": "adatom"}
+                    record["entries"].append({**entry, "reason": "out of memory"})
                 except RuntimeError as error:
                     console.print(
                         f"[red]{escape(case.name)}: {escape(run.reason(error))}; nothing more can run here.[/]"

@@ -114,33 +114,32 @@ def _standing(at: dict[str, dict[str, Any]]) -> list[str]:
 def _whole(record: Record, group: str) -> Sheet:
     """Milliseconds of each pass and of all together, and the peak memory beyond inputs."""
     entries = [e for e in record["entries"] if e["group"] == group]
-    contenders = _unique(e["contender"] for e in entries if "ms" in e)
+    failed = [e for e in entries if "reason" in e]
     cases = _unique(e["case"] for e in entries)
+    steps: dict[tuple[str, str], list[dict[str, Any]]] = {}  # the passes of a contender that did them all
+    for e in entries:
+        if "ms" in e and not any((f["case"], f["contender"]) == (e["case"], e["contender"]) for f in failed):
+            steps.setdefault((e["case"], e["contender"]), []).append(e)
+    contenders = _unique(name for _, name in steps)
     rows = []
     for case in cases:
-        total = {}
+        total = {name: sum(e["ms"] for e in steps[case, name]) for name in contenders if (case, name) in steps}
         cells = []
-        for name in contenders:
-            mine = [e for e in entries if e["case"] == case and e["contender"] == name]
-            if not mine or any("reason" in e for e in mine):
-                continue
-            total[name] = sum(e["ms"] for e in mine)
         for name in contenders:
             if name not in total:
                 cells.append("-")
                 continue
-            mine = [e for e in entries if e["case"] == case and e["contender"] == name]
-            parts = " + ".join(_short(e["ms"]) for e in mine)
             text = f"{_short(total[name])} ms"
             text = f"**{text}**" if total[name] == min(total.values()) else text
-            peak = max((e["peak_bytes"] for e in mine if e["peak_bytes"] is not None), default=None)
-            cells.append(f"{text} ({parts})" + ("" if peak is None else f", {_bytes(peak)}"))
+            parts = " + ".join(_short(e["ms"]) for e in steps[case, name])
+            peak = max(e["peak_bytes"] or 0 for e in steps[case, name])
+            cells.append(f"{text} ({parts}), {_bytes(peak)}")
         rivals = [ms for name, ms in total.items() if name != "adatom"]
         rows.append([case, *cells, f"{min(rivals) / total['adatom']:.2f}x" if rivals and "adatom" in total else "-"])
-    passes = " + ".join(_unique(e["pass"] for e in entries if "ms" in e))
-    notes = _reasons([e for e in entries if "reason" in e], contenders, len(cases))
+    kinds = " + ".join(_unique(e["pass"] for e in entries if "ms" in e))
+    notes = _reasons(failed, contenders, len(cases))
     return Sheet(
-        f"{group}: {passes}, ms and peak memory beyond inputs", ["case", *contenders, "beside best"], rows, notes
+        f"{group}: {kinds}, ms and peak memory beyond inputs", ["case", *contenders, "beside best"], rows, notes
     )
 
 

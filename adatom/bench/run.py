@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from adatom import device as machine
-from adatom import registry
+from adatom import evidence, registry, verify
 from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed, sdpa_default
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.ops.attention import cases
 from adatom.ops.attention.cases import Case
+from adatom.registry import Row
 
 Tensor = torch.Tensor
 Call = Callable[..., Tensor]
@@ -45,20 +46,21 @@ def ours(case: Case, given: dict[str, Any], backend: str | None = None) -> Call:
     return call
 
 
-def chosen(case: Case, given: dict[str, Any], backend: str | None = None) -> dict[str, str]:
-    """The backend that adatom chooses for each pass."""
+def chosen(case: Case, given: dict[str, Any], order: tuple[str, ...], backend: str | None = None) -> dict[str, Row]:
+    """The row that adatom chooses for each pass."""
     bias = given.get("bias")
     if bias is not None and bias.is_floating_point() and case.bias_grad:
         given = {**given, "bias": bias.detach().requires_grad_()}
     found = {v.op: v.backend for v in registry.explain("attention", **given, backend=backend) if v.chosen}
-    return {name: found[op] for name, op in OPS.items() if op in found}
+    return {name: row for name in order for row in registry.rows(OPS[name]) if row.backend == found.get(OPS[name])}
 
 
 class Problem:
     """The tensors of a case, and the jobs that time one contender on them."""
 
-    def __init__(self, case: Case, given: dict[str, Any]):
-        self.case = case
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.given = case, cases.make(case, device)
+        given = self.given
         self.plain = [given[name] for name in ("q", "k", "v", "bias") if name in given]
         self.leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.plain]
         if not case.bias_grad:
@@ -74,6 +76,20 @@ class Problem:
         if self._cotangents is None:
             self._cotangents = [torch.randn_like(x) for x in self.wanted]
         return self._cotangents
+
+    def results(self, call: Call, orders: int) -> dict[str, Tensor]:
+        """What a contender computes: out; from order 2 on, its gradients; in order 3, theirs."""
+        with torch.set_grad_enabled(orders > 1):
+            out = call(*self.leaves)
+        found = {"out": out.detach()}
+        if orders > 1:
+            dout = self.dout.detach().requires_grad_(orders > 2)
+            grads = torch.autograd.grad(out, self.wanted, dout, create_graph=orders > 2)
+            found |= {f"d{name}": g.detach() for name, g in zip("qkvb", grads)}
+        if orders > 2:
+            seconds = torch.autograd.grad(grads, [*self.wanted, dout], self.cotangents)
+            found |= {f"d{name} of the gradients": g for name, g in zip([*"qkvb"[: len(self.wanted)], "out"], seconds)}
+        return found
 
     def forward(self, call: Call) -> Job:
         def job() -> Iterator[str]:
@@ -131,11 +147,12 @@ def reason(error: BaseException, heard: list[str] | None = None) -> str:
 
 
 def _tolerance(case: Case) -> float:
-    return 3e-2 if case.dtype in (torch.float16, torch.bfloat16) else 1e-2
+    """Relative L2 distance beyond which two results of this precision are not the same function."""
+    return 3e-2 if case.dtype in (torch.float16, torch.bfloat16) else 1e-2 if case.precision == "tf32" else 1e-3
 
 
 def compare(
-    case: Case,
+    problem: Problem,
     group: str,
     contenders: dict[str, Bind],
     clock: Clock,
@@ -150,8 +167,7 @@ def compare(
     adatom may show no speed here. An entry is {group, case, pass, contender, ms, spread [p20, p80], repeats, tflops,
     gbps, bound, share, peak_bytes}; a contender that fails has {group, case, pass, contender, reason} instead.
     """
-    given = cases.make(case, clock.device)
-    problem = Problem(case, given)
+    case, given = problem.case, problem.given
     calls: dict[str, Call] = {}
     failures: dict[str, dict[str, str]] = {"adatom": {"all": refused}} if refused else {}
     expected: Tensor | None = None
@@ -196,7 +212,7 @@ def compare(
                     job = problem.step(calls[name]) if kind == "backward" else jobs[name]
                     memory[name][kind] = peak_bytes(job, clock.device)
             del jobs
-    rows = chosen(case, given, backend) if "adatom" in calls else {}
+    rows = chosen(case, given, order, backend) if "adatom" in calls else {}
     entries = []
     for name in binds:
         about: dict[str, Any] = {"group": group, "case": case.name, "contender": name}
@@ -206,7 +222,7 @@ def compare(
             if name not in timings or kind not in timings[name]:
                 continue
             timing = timings[name][kind]
-            entry = {**about, "pass": kind, **({"row": rows[kind]} if name == "adatom" else {})}
+            entry = {**about, "pass": kind, **({"row": rows[kind].backend} if name == "adatom" else {})}
             entry |= {"ms": timing.ms, "spread": [timing.low, timing.high], "repeats": timing.repeats}
             entry |= speed(case, kind, timing.ms, peaks)
             entries.append({**entry, "peak_bytes": memory[name].get("second" if group == "second" else kind)})
@@ -249,8 +265,11 @@ def host(device: torch.device, backend: str | None = None) -> tuple[str, list[di
         times: dict[str, Any] = {"contender": name}
         for kind, grad in (("without_grad", False), ("with_grad", True)):
             tensors = [given[x].detach().requires_grad_(grad) for x in ("q", "k", "v")]
-            with torch.set_grad_enabled(grad):
-                times[kind] = host_microseconds(partial(call, *tensors), device)
+            try:
+                with torch.set_grad_enabled(grad):
+                    times[kind] = host_microseconds(partial(call, *tensors), device)
+            except NotImplementedError:  # the backend that was asked for does not run here
+                times[kind] = None
         entries.append(times)
     return f"{shape} {str(dtype).removeprefix('torch.')}", entries
 
@@ -310,6 +329,26 @@ def groups(device: torch.device, names: list[str], quick: bool) -> dict[str, tup
     return {n: known[n][:1] if quick else known[n] for n in names or known}
 
 
-def unproven(case: Case, group: str, device: torch.device, backend: str | None) -> str | None:
-    """Why adatom's kernels for this case may show no speed: they failed their check. None if they passed."""
+def unproven(problem: Problem, group: str, backend: str | None = None) -> str | None:
+    """Why adatom's kernels may show no speed on a problem; None if they may.
+
+    Each row that runs must pass `verify` on a small version of the case, and where it is a GPU kernel agree at full
+    size with the PyTorch path, derivatives included.
+    """
+    case, given = problem.case, problem.given
+    device, order = given["q"].device, passes(group, case)
+    try:
+        rows = chosen(case, given, order, backend)
+        small = verify.shrunk(case, 300 if device.type == "cuda" else 40)._replace(name="small")  # many cases share it
+        for name, row in rows.items():
+            if not verify.passes(small, row, str(device)):
+                return f"the {name} of {row.backend} fails `adatom verify`"
+        if any(evidence.on_gpu(row.target) for row in rows.values()):
+            truth = problem.results(ours(case, given, "torch_chunked"), len(order))
+            for name, value in problem.results(ours(case, given, backend), len(order)).items():
+                apart = _distance(value, truth[name])
+                if not apart <= _tolerance(case):
+                    return f"{name} differs from the PyTorch path's by {apart:.1e} at full size"
+    except Exception as error:
+        return reason(error)
     return None
