@@ -141,7 +141,12 @@ def offline(arch: int) -> Iterator[None]:
         driver.set_active(before)
 
 
-def _kernel_rows() -> list[registry.Row]:
+def _name(kernel: Any) -> str:
+    """Of a kernel: "triton_fwd._fwd_kernel"."""
+    return f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}"
+
+
+def kernel_rows() -> list[registry.Row]:
     """The rows whose launcher is in a kernel file."""
     return [row for row in registry.ROWS if row.target.split(".")[-1].startswith(("triton_", "hopper_"))]
 
@@ -169,7 +174,7 @@ def _lengths(case: Case) -> tuple[Case, ...]:
 class Collector:
     """Takes launches instead of running them; `specs` are the different specialisations among them.
 
-    wanted: takes "sm_90 attention_fwd triton _fwd_kernel bf16 64 full" and says whether to keep such a launch.
+    wanted: takes "sm_90 attention_fwd triton triton_fwd._fwd_kernel bf16 64 full" and says whether to keep such a launch.
     """
 
     def __init__(self, wanted: Callable[[str], bool] = bool) -> None:
@@ -186,12 +191,12 @@ class Collector:
         import triton
 
         def observer(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], spill: int) -> None:
-            name = kernel.fn.__name__
+            name = _name(kernel)
             if not self.wanted(f"sm_{arch} {op} {backend} {name} {case}"):
                 return
             self._keys.clear()
             compiled = kernel.warmup(*args, grid=(1,), **meta)  # None, unless this process compiled it before
-            key = arch, kernel.fn.__module__, name, self._keys[0] if self._keys else compiled.hash
+            key = arch, name, self._keys[0] if self._keys else compiled.hash
             if key not in self.specs:
                 light = tuple(_weightless(a) for a in args)
                 self.specs[key] = Spec(arch, op, backend, case, kernel, light, meta, spill)
@@ -214,7 +219,7 @@ def collect(archs: list[int], chosen: tuple[Case, ...], wanted: Callable[[str], 
             if case.bias_grad and "bias" in given:
                 given["bias"].requires_grad_(given["bias"].is_floating_point())
             x, o, _ = inputs_of(**given)
-            for arch, row in itertools.product(archs, _kernel_rows()):
+            for arch, row in itertools.product(archs, kernel_rows()):
                 with device.pretend(DEVICES[arch]):
                     if row.unfit(problem(x, o)) is not None:
                         continue
@@ -284,7 +289,7 @@ def build(spec: Spec) -> Report:
         f"sm_{spec.arch}",
         spec.op,
         spec.backend,
-        spec.kernel.fn.__name__,
+        _name(spec.kernel),
         spec.case,
         {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in spec.meta.items()},
         spill_allowed=spec.spill,
@@ -347,7 +352,7 @@ def build_all(specs: list[Spec], jobs: int, advance: Callable[[Report], None]) -
 
 def build_failed(spec: Spec) -> Report:
     """The report of a specialisation whose compiler process died."""
-    kernel, meta = spec.kernel.fn.__name__, {k: str(v) for k, v in spec.meta.items()}
+    kernel, meta = _name(spec.kernel), {k: str(v) for k, v in spec.meta.items()}
     return Report(f"sm_{spec.arch}", spec.op, spec.backend, kernel, spec.case, meta, failure="the compiler died")
 
 
@@ -451,7 +456,12 @@ def command(
     else:
         Console().print(table(reports))
     for r in failures:
-        console.print(f"FAILED {r.arch} {r.kernel} {_tile(r.meta)} ({r.case}): {r.failure}", markup=False, style="red")
+        console.print(
+            f"FAILED {r.arch} {r.kernel} {_tile(r.meta)} ({r.case}): {r.failure}",
+            style="red",
+            markup=False,
+            soft_wrap=True,
+        )
     console.print(
         f"{len(reports)} specialisations for {', '.join(f'sm_{a}' for a in archs)}, Triton {versions['triton']}, "
         f"{time.perf_counter() - start:.0f} s, {len(failures)} failed"

@@ -1,0 +1,146 @@
+"""`adatom compile`: real kernels and toys, compiled for sm_80 and sm_90 in processes that do not interpret Triton."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from adatom import compile as compiling
+from adatom.cli import app
+from adatom.ops.attention.cases import COMPILE
+
+ROOT = Path(__file__).parents[1]
+TOYS = """
+import json, sys, torch, triton
+import triton.language as tl
+from adatom import compile as compiling
+from adatom.tiles.launch import launch
+
+@triton.jit
+def product(X, Y, Z, n, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    z = tl.zeros((SIZE, SIZE), tl.float32)
+    for k in range(n):
+        z = tl.dot(tl.load(X + i + k * SIZE * SIZE), tl.load(Y + i + k * SIZE * SIZE), z)
+    tl.store(Z + i, z)
+
+@triton.jit
+def centre(X, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(X + i)
+    tl.store(X + i, x - tl.sum(x, 0)[None, :] * tl.sum(x, 1)[:, None])
+
+@triton.jit
+def broken(X):
+    tl.store(X + tl.arange(0, 3), 0)
+
+def toys():
+    x, z = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
+    for n in (5, 7):  # one specialisation: numbers are no constants
+        launch(product, 1, (x, x, z, n), dict(SIZE=64, num_warps=4, num_stages=2))
+    launch(product, 1, (x, x, z, 5), dict(SIZE=128, num_warps=8, num_stages=6))
+    launch(centre, 1, (z,), dict(SIZE=128, num_warps=1, num_stages=1))
+    launch(centre, 0, (z,), dict(SIZE=64, num_warps=4, num_stages=1), spill=64)
+    launch(broken, 1, (z,), dict(num_warps=4, num_stages=1))
+
+collector = compiling.Collector()
+for arch in (80, 90):
+    collector.take(arch, "toy_fwd", "triton", "case", toys)
+reports = compiling.build_all(list(collector.specs.values()), 2, lambda report: None)
+json.dump([r._asdict() for r in reports], sys.stdout)
+"""
+
+
+def run(*command):
+    """stdout of a Python process in which Triton compiles; it may exit with 0 only."""
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    script = tmp_path_factory.mktemp("toys") / "toys.py"
+    script.write_text(TOYS)
+    reports = json.loads(run(str(script)))
+    return {(r["arch"], r["kernel"].split(".")[1], r["meta"].get("SIZE")): r for r in reports}
+
+
+def test_specialisations_are_compiled_once(toys):
+    assert len(toys) == 2 * 5
+
+
+def test_tensor_cores_of_each_architecture(toys):
+    for arch, kind in (("sm_80", "HMMA"), ("sm_90", "HGMMA")):
+        report = toys[arch, "product", 64]
+        assert set(report["tensor_cores"]) == {kind}
+        assert report["failure"] is None
+        assert report["registers"] > 16
+        assert report["shared"] > 0
+        assert report["seconds"] > 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_failures(toys, arch):
+    spills = toys[arch, "centre", 128]
+    assert spills["local_stores"] > 0
+    assert spills["failure"] == f"spills {spills['spill']} bytes; its configuration allows 0"
+    calm = toys[arch, "centre", 64]
+    assert (calm["spill"], calm["spill_allowed"], calm["failure"]) == (0, 64, None)
+    large = toys[arch, "product", 128]
+    assert large["failure"].startswith(f"needs {large['shared']} bytes of shared memory; {arch} has")
+    assert large["shared"] > large["shared_limit"] > 160_000
+    assert "power of 2" in toys[arch, "broken", None]["failure"]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Reports of what launchers of attention launch for one plain case."""
+    words = ("--arch", "sm_80,sm_90", "--quick", "-k", "bf16 64 full", "--jobs", "2", "--json")
+    return json.loads(run("-c", "from adatom.cli import app; app()", "compile", *words))["kernels"]
+
+
+def test_every_row_is_compiled(kernels):
+    rows = {(r.op, r.backend) for r in compiling.kernel_rows()}
+    assert {(r["op"], r["backend"]) for r in kernels} == rows
+    assert {r["arch"] for r in kernels} == {"sm_80", "sm_90"}
+
+
+def test_kernels_use_the_hardware(kernels):
+    for r in kernels:
+        assert 16 < r["registers"] <= 255
+        assert r["spill"] <= r["spill_allowed"]
+        assert r["shared"] <= r["shared_limit"]
+        if "BLOCK_N" in r["meta"]:  # all but the row sums
+            assert set(r["tensor_cores"]) == {"HMMA" if r["arch"] == "sm_80" else "HGMMA"}, r["kernel"]
+        assert (r["tma_loads"] > 0) == bool(r["meta"].get("TMA")), r["kernel"]
+    forward = {r["arch"]: r for r in kernels if r["kernel"] == "triton_fwd._fwd_kernel"}
+    assert forward["sm_90"]["spill"] == forward["sm_80"]["spill"] == 0
+    assert {r["arch"] for r in kernels if r["tma_loads"]} == {"sm_90"}
+
+
+def test_quick_names_cases():
+    assert set(compiling.QUICK_CASES) <= {case.name for case in COMPILE}
+
+
+def test_interpreter_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = CliRunner().invoke(app, ["compile", "--quick"])
+    assert result.exit_code == 2
+    assert "TRITON_INTERPRET is set" in result.output
+
+
+def test_bad_requests(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = CliRunner().invoke(app, ["compile", "--arch", "sm_75"])
+    assert result.exit_code == 2
+    assert "sm_90" in result.output
+    if not torch.cuda.is_available():
+        assert CliRunner().invoke(app, ["compile", "--warm"]).exit_code == 2
