@@ -44,7 +44,7 @@ def gpt_oss():
         **GQA,
         sliding_window=4,
         num_local_experts=2,
-        num_experts_per_tok=1,
+        num_experts_per_tok=2,  # all: no choice that rounding could turn over
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
 
@@ -155,6 +155,31 @@ def test_logits_and_gradients_as_eager(family, padding, dtype):
         assert torch.isfinite(got).all(), name
         error = (got - want).abs().max() / want.abs().max().clamp_min(floor if name in grads else 0)
         assert error < tolerance, f"{name}: {error:.1e}"
+
+
+def errors_in_bf16(family, device):
+    """Largest errors of logits and gradients in bfloat16, relative to float64: adatom's, and PyTorch's."""
+    ids, mask = (None if x is None else x.to(device) for x in tokens("right"))
+    exact = build(family).to(device, torch.bfloat16).to(torch.float64)
+    expected, expected_grads = logits_and_gradients(exact, ids, mask)
+    scale = max(g.abs().max() for g in expected_grads.values())
+    rival = "sdpa" if type(exact)._supports_sdpa else "eager"
+    errors = []
+    for attn in ("adatom", rival):
+        logits, grads = logits_and_gradients(build(family, attn=attn).to(device, torch.bfloat16), ids, mask)
+        worst = max((grads[n].double() - g).abs().max() for n, g in expected_grads.items())
+        errors.append((((logits.double() - expected).abs().max() / expected.abs().max()).item(), (worst / scale).item()))
+    return errors
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_bf16_errs_no_more_than_twice_pytorch(family, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    ours, theirs = errors_in_bf16(family, device)
+    floor = 2**-8  # one rounding of bfloat16
+    assert ours[0] <= 2 * theirs[0] + floor and ours[1] <= 2 * theirs[1] + floor, (ours, theirs)
 
 
 def test_position_bias_learns():

@@ -4,7 +4,7 @@
     adatom.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="adatom")
 
-Causal models with and without padding, sliding windows, a cache, softcaps, sinks and position biases, with all gradients.
+Tested from 5.5 (T5 from 5.17: before, its attention cannot be replaced). Causal models with and without padding, sliding windows, a cache, softcaps, sinks and position biases, with all gradients.
 Attention dropout is refused: switch it off in the config, or call model.eval(). Attention weights are not returned.
 
 A mask of every query and key is built only where it must be. What the two functions registered here pass each other:
