@@ -174,7 +174,7 @@ def _lengths(case: Case) -> tuple[Case, ...]:
 class Collector:
     """Takes launches instead of running them; `specs` are the different specialisations among them.
 
-    wanted: takes "sm_90 attention_fwd triton triton_fwd._fwd_kernel bf16 64 full" and says whether to keep such a launch.
+    wanted: takes "sm_90 attention_fwd triton triton_fwd._fwd_kernel bf16 64 full", says whether to keep such a launch.
     """
 
     def __init__(self, wanted: Callable[[str], bool] = bool) -> None:
