@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 WHOLE_STEP = ("bias", "second")  # groups where the whole step counts: time and memory of all passes together
 Record = dict[str, Any]
@@ -26,15 +28,13 @@ class Sheet(NamedTuple):
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, *([""] if self.notes else []), *(f"- {note}" for note in self.notes)])
 
-    def rich(self) -> Table:
-        table = Table(
-            title=self.title, title_justify="left", caption=escape("\n".join(self.notes)), caption_justify="left"
-        )
+    def rich(self) -> Group:
+        table = Table()
         for i, name in enumerate(self.header):
             table.add_column(name, justify="right" if i else "left")
         for row in self.rows:
             table.add_row(*(_bold(cell) for cell in row))
-        return table
+        return Group(Text(self.title, style="bold"), table, *(Text(note, style="dim") for note in self.notes), "")
 
 
 def _bold(cell: str) -> str:
@@ -164,7 +164,7 @@ def sheets(record: Record, group: str | None = None) -> list[Sheet]:
         if name in WHOLE_STEP:
             out.append(_whole(record, name))
         else:
-            kinds = _unique(e["pass"] for e in entries if e["pass"] != "all") or ["all"]
+            kinds = _unique(e["pass"] for e in entries if e["pass"] != "all") or ["nothing ran"]
             found = [_by_pass(record, name, kind) for kind in kinds]
             said = found[0].notes  # what holds for every pass is said once
             out += [found[0], *(s._replace(notes=[n for n in s.notes if n not in said]) for s in found[1:])]

@@ -136,13 +136,14 @@ class Problem:
 
 def reason(error: BaseException, heard: list[str] | None = None) -> str:
     """Why a contender has no time, in one line. `heard`: warnings that came before, where SDPA explains itself."""
-    text = str(error).strip().split("\n")[0]
+    lines = [line.strip() for line in str(error).strip().split("\n")]
+    text = " ".join(lines) if lines[0].startswith("adatom:") else lines[0]
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     if "No available kernel" in text and heard:
         said = [h.split(" (Triggered")[0] for h in heard]
         text = next((h for h in said if "not used because" not in h and "disabled" not in h), text)
-    text = text if len(text) <= 160 else text[:157] + "..."
+    text = text if len(text) <= 240 else text[:237] + "..."
     return text if isinstance(error, Unfit) else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

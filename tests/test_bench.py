@@ -1,0 +1,407 @@
+"""`adatom bench`: its clock, its rivals, its gate, its tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from adatom.bench import report, rivals, run, timing
+from adatom.cli import app
+from adatom.ops.attention import cases
+from adatom.ops.attention.cases import BF16, F32, Case
+
+CPU = torch.device("cpu")
+TINY = Case("tiny", 1, 2, 2, 24, 24, 16, 16, F32)
+BIASED = Case("biased", 2, 2, 2, 17, 23, 8, 8, F32, bias="1hqk")
+EVERY_OPTION = Case(
+    "options", *(2, 4, 2, 17, 23, 8, 8, F32), bias="1h1k", causal=True, window=(9, None), softcap=3.0, kv_lens=True
+)
+
+
+@pytest.fixture
+def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"plain": (TINY, TINY._replace(name="second tiny")), "bias": (BIASED,), "second": (BIASED,)}
+    monkeypatch.setattr(cases, "BENCH_CPU", groups)
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ceilings, short host timings."""
+    monkeypatch.setattr(run, "ceilings", lambda clock: {"fp32 matmul": 0.1, "copy": 10.0})
+    monkeypatch.setattr(run, "host_microseconds", lambda call, device: timing.host_microseconds(call, device, 2))
+
+
+def product(n: int) -> timing.Job:
+    a = torch.randn(n, n)
+
+    def job() -> Iterator[str]:
+        a @ a
+        yield "matmul"
+
+    return job
+
+
+# timing ------------------------------------------------------------------------------------------------------------
+
+
+def test_quantiles_interpolate() -> None:
+    assert timing.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert timing.quantile([0.0, 10.0], 0.2) == 2.0
+    assert timing.quantile([7.0], 0.8) == 7.0
+
+
+def test_more_work_takes_longer_and_spread_encloses_the_median() -> None:
+    timed = timing.interleave({"small": product(64), "large": product(512)}, timing.Clock(CPU), milliseconds=30)
+    small, large = timed["small"], timed["large"]
+    assert isinstance(small, dict) and isinstance(large, dict)
+    assert large["matmul"].ms > 2 * small["matmul"].ms  # 512 times the work
+    for t in (small["matmul"], large["matmul"]):
+        assert 0 < t.low <= t.ms <= t.high and t.repeats >= 3
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+
+    def job(name: str) -> timing.Job:
+        def step() -> Iterator[str]:
+            order.append(name)
+            yield "step"
+
+        return step
+
+    timing.interleave({name: job(name) for name in "abc"}, timing.Clock(CPU), most=3, warmup=1)
+    assert "".join(order) == "abc" * 4  # one to warm up, three that count
+
+
+def test_a_failing_job_is_reported_and_the_others_go_on() -> None:
+    calls = 0
+
+    def fails_late() -> Iterator[str]:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise ValueError("broke")
+        yield "step"
+
+    def fails() -> Iterator[str]:
+        raise MemoryError("at once")
+        yield "step"
+
+    timed = timing.interleave({"bad": fails, "late": fails_late, "good": product(8)}, timing.Clock(CPU))
+    assert isinstance(timed["bad"], MemoryError) and isinstance(timed["late"], ValueError)
+    assert isinstance(timed["good"], dict)
+
+
+def test_phases_of_one_step_are_timed_apart() -> None:
+    def job() -> Iterator[str]:
+        product(8)().__next__()
+        yield "short"
+        for _ in range(20):
+            next(product(256)())
+        yield "long"
+
+    timed = timing.interleave({"job": job}, timing.Clock(CPU), milliseconds=1)["job"]
+    assert isinstance(timed, dict) and list(timed) == ["short", "long"]
+    assert timed["long"].ms > timed["short"].ms
+
+
+def test_peak_memory_counts_what_lives_at_the_same_time() -> None:
+    def job(keep: bool) -> timing.Job:
+        def step() -> Iterator[str]:
+            held = []
+            for _ in range(3):
+                held.append(torch.zeros(1000, 250))  # 1 MB
+                if not keep:
+                    held.clear()
+            yield "step"
+
+        return step
+
+    assert timing.peak_bytes(job(keep=True), CPU) == 3_000_000
+    assert timing.peak_bytes(job(keep=False), CPU) == 1_000_000
+
+
+def test_ceilings_of_a_cpu_are_plausible() -> None:
+    found = timing.ceilings(timing.Clock(CPU))
+    assert set(found) == {"fp32 matmul", "copy"}
+    assert 1e-4 < found["fp32 matmul"] < 100 and 0.05 < found["copy"] < 5000
+
+
+# rivals ------------------------------------------------------------------------------------------------------------
+
+
+def test_absent_rivals_say_so_and_are_not_timed() -> None:
+    absent = rivals.Rival("ghost", ("no-such-package-anywhere",), rivals.RIVALS[0].bind, lambda case, group: True)
+    assert rivals.installed(absent) == (None, "not installed")
+    assert run.wanted(TINY, "plain", (absent,), by_name=True) == {}
+    assert rivals.installed(rivals.RIVALS[0])[0] == torch.__version__
+
+
+def test_rivals_are_chosen_by_name() -> None:
+    assert rivals.select("none") == ()
+    assert rivals.select("all") == rivals.RIVALS
+    assert [r.name for r in rivals.select("dense, sdpa_math")] == ["dense", "sdpa_math"]
+    with pytest.raises(ValueError, match="no rival flash_attn_9; there are: sdpa_flash"):
+        rivals.select("flash_attn_9")
+    assert {"flash_attn_2", "flash_attn_3", "flash_attn_4", "xformers", "cuequivariance"} < {
+        r.name for r in rivals.RIVALS
+    }
+
+
+@pytest.mark.parametrize("case", [TINY, BIASED, EVERY_OPTION], ids=lambda case: case.name)
+def test_dense_by_hand_computes_what_adatom_does(case: Case) -> None:
+    given = cases.make(case, CPU)
+    if "kv_lens" in given:
+        given["kv_lens"] = torch.tensor([20, 23], dtype=torch.int32)  # no row without a key: by hand it would be NaN
+    plain = [given[name] for name in ("q", "k", "v", "bias") if name in given]
+    bind = next(r.bind for r in rivals.RIVALS if r.name == "dense")
+    wanted = run.ours(case, given)(*plain)
+    torch.testing.assert_close(bind(case, given)(*plain), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])
+@pytest.mark.parametrize("case", [TINY, TINY._replace(causal=True), TINY._replace(heads=4), BIASED], ids=str)
+def test_sdpa_computes_what_adatom_does(name: str, case: Case) -> None:
+    given = cases.make(case, CPU)
+    plain = [given[n] for n in ("q", "k", "v", "bias") if n in given]
+    bind = next(r.bind for r in rivals.RIVALS if r.name == name)
+    torch.testing.assert_close(bind(case, given)(*plain), run.ours(case, given)(*plain), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"softcap": 2.0}, "no softcap"),
+        ({"window": (3, 0)}, "no window"),
+        ({"sinks": True}, "no sinks"),
+        ({"kv_lens": True}, "no kv lens"),
+        ({"causal": True, "seqlen_k": 30}, "causal only without a bias and with equal lengths"),
+    ],
+)
+def test_what_sdpa_cannot_do_is_refused_in_words(change: dict[str, Any], why: str) -> None:
+    case = TINY._replace(**change)
+    with pytest.raises(rivals.Unfit, match=why):
+        rivals.sdpa_default(case, cases.make(case, CPU))
+
+
+# comparing ---------------------------------------------------------------------------------------------------------
+
+
+def compare(case: Case, group: str, **contenders: rivals.Bind) -> list[dict[str, Any]]:
+    peaks = {"fp32 matmul": 0.1, "copy": 10.0}
+    return run.compare(run.Problem(case, CPU), group, contenders, timing.Clock(CPU), peaks, milliseconds=1.0)
+
+
+def test_second_derivatives_are_timed_in_three_passes() -> None:
+    dense = next(r.bind for r in rivals.RIVALS if r.name == "dense")
+    entries = compare(BIASED, "second", dense=dense)
+    assert [(e["contender"], e["pass"]) for e in entries] == [
+        (name, kind) for name in ("adatom", "dense") for kind in ("forward", "backward", "double backward")
+    ]
+    for e in entries:
+        assert e["ms"] > 0 and e["tflops"] > 0 and e["gbps"] > 0 and 0 < e["share"] and e["peak_bytes"] > 0
+        assert e["spread"][0] <= e["ms"] <= e["spread"][1] and e["bound"] in ("flops", "bytes")
+
+
+def test_a_rival_that_computes_something_else_gets_no_time() -> None:
+    def wrong(case: Case, given: dict[str, Any]) -> run.Call:
+        return lambda q, k, v, bias=None: run.ours(case, given)(q, k, v) * 1.1
+
+    def explodes(case: Case, given: dict[str, Any]) -> run.Call:
+        raise RuntimeError("unsupported on Tuesdays\nand a stack trace")
+
+    entries = compare(TINY, "plain", wrong=wrong, explodes=explodes)
+    reasons = {e["contender"]: e["reason"] for e in entries if "reason" in e}
+    assert reasons["wrong"].startswith("its result differs from adatom's by 1.0e-01")
+    assert reasons["explodes"] == "RuntimeError: unsupported on Tuesdays"
+    assert {e["contender"] for e in entries if "ms" in e} == {"adatom"}
+
+
+def test_a_pass_that_fails_is_a_reason_for_that_pass() -> None:
+    def forward_only(case: Case, given: dict[str, Any]) -> run.Call:
+        return lambda q, k, v, bias=None: run.ours(case, given)(*(x.detach() for x in (q, k, v)))
+
+    entries = [e for e in compare(TINY, "plain", forward_only=forward_only) if e["contender"] == "forward_only"]
+    assert {e["pass"]: "ms" in e for e in entries} == {"forward": True, "backward": False}
+
+
+def test_one_query_is_timed_forward_only() -> None:
+    assert run.passes("decode", TINY._replace(seqlen_q=1)) == ("forward",)
+
+
+def test_the_ceiling_is_that_of_the_arithmetic() -> None:
+    peaks = {"bf16 matmul": 700.0, "TF32 matmul": 350.0, "fp32 matmul": 50.0, "copy": 3000.0}
+    big = Case("", 1, 16, 16, 8192, 8192, 128, 128, BF16)
+    ms = cases.flops(big, "attention_fwd") / 700.0 / 1e9
+    assert run.speed(big, "forward", ms, peaks)["share"] == pytest.approx(1.0)
+    assert run.speed(big, "forward", ms, peaks)["tflops"] == pytest.approx(700.0)
+    single = big._replace(dtype=F32)
+    assert run.speed(single, "forward", 2 * ms, peaks)["share"] == pytest.approx(1.0)
+    assert run.speed(single._replace(precision="ieee"), "forward", 14 * ms, peaks)["share"] == pytest.approx(1.0)
+    assert run.speed(big._replace(seqlen_q=1), "forward", 1.0, peaks)["bound"] == "bytes"
+
+
+def test_a_kernel_that_fails_verify_shows_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.unproven(run.Problem(TINY, CPU), "plain") is None
+    monkeypatch.setattr(run.verify, "passes", lambda case, row, device: row.op != "attention_bwd")
+    why = run.unproven(run.Problem(TINY, CPU), "plain")
+    assert why is not None and why.startswith("the backward of ")
+    problem = run.Problem(TINY, CPU)
+    entries = run.compare(problem, "plain", {}, timing.Clock(CPU), {"fp32 matmul": 1, "copy": 1}, 1.0, refused=why)
+    assert entries == [{"group": "plain", "case": "tiny", "contender": "adatom", "pass": "all", "reason": why}]
+
+
+def test_host_time_is_given_beside_that_of_sdpa(cheap: None) -> None:
+    problem, entries = run.host(CPU)
+    assert problem == "(1, 1, 8, 8) float32"
+    assert [e["contender"] for e in entries] == ["adatom", "sdpa"]
+    assert all(e["without_grad"] > 0 and e["with_grad"] > 0 for e in entries)
+
+
+# the command -------------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "--device", "cpu", *arguments], env={"COLUMNS": "200"})
+
+
+def test_bench_records_what_it_prints(tmp_path: Path, small_cases: None, cheap: None) -> None:
+    record, picture = tmp_path / "results" / "cpu.json", tmp_path / "plot.svg"
+    result = invoke("--quick", "--record", str(record), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    found = json.loads(record.read_text())
+    assert {"device", "versions", "date", "commit", "ceilings", "host", "entries"} <= set(found)
+    assert {e["group"] for e in found["entries"]} == {"plain", "bias", "second"}
+    assert {e["case"] for e in found["entries"]} == {"tiny", "biased"}  # the first of each group
+    timed = {(e["group"], e["contender"]) for e in found["entries"] if "ms" in e}
+    assert {("plain", "adatom"), ("plain", "sdpa_flash"), ("second", "dense"), ("bias", "sdpa_math")} <= timed
+    assert ("plain", "dense") not in timed  # quadratic ones only where they are what one would use
+    assert "flash_attn_4: not installed" in result.output and "sdpa_cudnn: needs a GPU" in result.output
+    assert picture.read_text().count("<svg") == 1
+    again = invoke("--tables", str(record))
+    assert again.exit_code == 0 and again.output == report.tables(found)
+
+
+def test_only_the_asked_for_is_run(tmp_path: Path, small_cases: None, cheap: None) -> None:
+    record = tmp_path / "r.json"
+    result = invoke("--group", "plain", "--rivals", "dense", "--no-verify", "--record", str(record))
+    assert result.exit_code == 0, result.output
+    entries = json.loads(record.read_text())["entries"]
+    assert {(e["group"], e["case"]) for e in entries} == {("plain", "tiny"), ("plain", "second tiny")}
+    assert {e["contender"] for e in entries} == {"adatom", "dense"}
+
+
+def test_no_case_starts_after_the_budget(tmp_path: Path, small_cases: None, cheap: None) -> None:
+    record = tmp_path / "r.json"
+    result = invoke("--budget", "0", "--record", str(record))
+    assert result.exit_code == 0 and "not run, 0 s were up" in result.output
+    assert json.loads(record.read_text())["skipped"] == [
+        "plain tiny",
+        "plain second tiny",
+        "bias biased",
+        "second biased",
+    ]
+
+
+def test_a_backend_that_cannot_run_fails_in_words(small_cases: None, cheap: None) -> None:
+    result = invoke("--group", "plain", "--quick", "--backend", "triton", "--rivals", "none")
+    assert result.exit_code == 1
+    assert "needs a CUDA device" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--group", "nonsense"), "no group nonsense"),
+        (("--rivals", "nonsense"), "no rival nonsense"),
+        (("--backend", "nonsense"), "no backend 'nonsense'"),
+        (("--device", "tpu"), "tpu"),
+        (("nonsense",), "no operation 'nonsense'"),
+        (("--plot", "plot.pdf"), ".svg or .png"),
+    ],
+)
+def test_bad_arguments_exit_with_2(arguments: tuple[str, ...], says: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and says in result.output
+
+
+# tables ------------------------------------------------------------------------------------------------------------
+
+
+def entry(group: str, kind: str, contender: str, ms: float, **more: Any) -> dict[str, Any]:
+    known = {"tflops": 1000 / ms, "gbps": 10 / ms, "bound": "flops", "share": 0.5 / ms, "peak_bytes": 2_500_000}
+    return {
+        "group": group,
+        "case": "S64",
+        "pass": kind,
+        "contender": contender,
+        "ms": ms,
+        "spread": [ms, ms],
+        **known,
+        **more,
+    }
+
+
+RECORD: dict[str, Any] = {
+    "device": "NVIDIA Test GPU",
+    "kind": "cuda",
+    "versions": {"python": "3.12", "torch": "2.13.0", "triton": None},
+    "date": "2026-01-02",
+    "commit": "abc",
+    "ceilings": {"bf16 matmul": 700.0, "copy": 3000.0},
+    "host_case": "(1, 8, 128, 64) bfloat16",
+    "host": [{"contender": "adatom", "without_grad": 25.04, "with_grad": None}],
+    "entries": [
+        entry("plain", "forward", "adatom", 2.0, row="triton"),
+        entry("plain", "forward", "sdpa_flash", 4.0),
+        {"group": "plain", "case": "S64", "pass": "all", "contender": "xformers", "reason": "needs | pipes"},
+        entry("second", "forward", "adatom", 1.0),
+        entry("second", "backward", "adatom", 2.0),
+        entry("second", "forward", "sdpa_math", 20.0, peak_bytes=5_000_000_000),
+        entry("second", "backward", "sdpa_math", 10.0, peak_bytes=None),
+    ],
+}
+
+
+def test_tables_of_a_record() -> None:
+    text = report.tables(RECORD)
+    assert text.startswith("NVIDIA Test GPU; python 3.12, torch 2.13.0; 2026-01-02, commit abc.\n")
+    assert "bf16 matmul 700 TFLOP/s, copy 3000 GB/s" in text
+    assert "| case | adatom | sdpa_flash | of ceiling | beside best rival |" in text
+    assert "| S64 | **500** | 250 | 25 % | 2.00x |" in text
+    assert "- xformers: needs | pipes" in text
+    assert "| S64 | **3.00 ms** (1.00 + 2.00), 2.5 MB | 30.0 ms (20.0 + 10.0), 5.00 GB | 10.00x |" in text
+    assert "| adatom | 25.0 | - |" in text
+
+
+def test_bytes_bound_cells_are_bandwidths() -> None:
+    entries = [entry("decode", "forward", "adatom", 2.0, bound="bytes")]
+    assert "| S64 | **5.00 GB/s** | 25 % | - |" in report.tables({**RECORD, "entries": entries})
+
+
+def test_a_cpu_record_speaks_of_gflops() -> None:
+    text = report.tables({**RECORD, "kind": "cpu", "entries": [entry("plain", "forward", "adatom", 2e4)]})
+    assert "plain: forward, GFLOP/s" in text and "| S64 | **50.0** |" in text
+
+
+def test_a_contender_that_failed_one_pass_has_no_whole_step() -> None:
+    entries = [
+        entry("second", "forward", "dense", 1.0),
+        {"group": "second", "case": "S64", "pass": "backward", "contender": "dense", "reason": "no"},
+        entry("second", "forward", "adatom", 5.0),
+    ]
+    sheet = report.sheets({**RECORD, "entries": entries}, "second")[0]
+    assert sheet.header == ["case", "adatom", "beside best"] and sheet.rows[0][-1] == "-"
+    assert sheet.notes == ["dense: no"]
+
+
+def test_plots_are_written_in_both_formats(tmp_path: Path) -> None:
+    for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
+        report.plot(RECORD, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
