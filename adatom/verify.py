@@ -4,7 +4,7 @@ The truth is `reference`, in float64, on the inputs as the kernel gets them. The
 kernel's own precision: dense attention differentiated by autograd, or, where that is worse, the reference's formulas.
 An output passes if
 
-    its relative L2 error          <= 2 x PyTorch's + a rounding floor, and
+    its relative L2 error          <= 2 x PyTorch's + a rounding floor (trial.floor), and
     the error of its worst row     <= 4 x that of PyTorch's worst row + 4 floors
 
 (worst rows scatter more), and it has the right shape and dtype, is finite exactly where the truth is, and, for rows not
@@ -105,7 +105,7 @@ def judge(trial: Trial, op: str, results: Tensors) -> tuple[str, float, str]:
     missing, extra = truth.keys() - results.keys(), results.keys() - truth.keys()
     if missing or extra:
         return ", ".join(sorted(missing | extra)), math.inf, "missing" if missing else "not asked for"
-    biggest = max(_rms(t) for t in truth.values())
+    biggest, floor = max(_rms(t) for t in truth.values()), trial.floor
     worst = ("", 0.0, "")
     for name, want in truth.items():
         got, like = results[name], yardsticks[1][name]
@@ -116,8 +116,8 @@ def judge(trial: Trial, op: str, results: Tensors) -> tuple[str, float, str]:
             return name, math.inf, f"{nans} NaN, {wrong} elements finite or infinite where the truth is not"
         whole, row = _errors(name, got, want, biggest)
         theirs = [_errors(name, other[name], want, biggest) for other in yardsticks]
-        whole_allowed = 2 * max(e[0] for e in theirs if math.isfinite(e[0])) + trial.floor
-        row_allowed = 4 * max(e[1] for e in theirs if math.isfinite(e[1])) + 4 * trial.floor
+        whole_allowed = 2 * max(e[0] for e in theirs if math.isfinite(e[0])) + floor
+        row_allowed = 4 * max(e[1] for e in theirs if math.isfinite(e[1])) + 4 * floor
         ratio = max(whole / whole_allowed, row / row_allowed)
         if not ratio <= worst[1]:
             words = f"L2 error {whole:.2e} (allowed {whole_allowed:.2e}), worst row {row:.2e} ({row_allowed:.2e})"
