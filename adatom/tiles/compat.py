@@ -4,17 +4,26 @@ from adatom.device import interpreting
 
 
 def _mend_interpreter() -> None:
-    """Triton's interpreter keeps bfloat16 as raw 16-bit integers and multiplies those in a dot: widen them first."""
+    """What Triton's interpreter leaves out of a dot: it multiplies bfloat16 as the raw 16-bit integers it keeps, and
+    TF32 operands with all their bits. Widen the first, cut the second as tensor cores do."""
+    import numpy as np
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton._C.libtriton import ir
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     create_dot = InterpreterBuilder.create_dot
 
-    def widened(self, a, b, d, *rest):
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return create_dot(self, a, b, d, *rest)
+    def operand(builder, x, precision):
+        if x.dtype.scalar == tl.bfloat16:
+            return builder.cast_impl(x, tl.float32)
+        if x.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32:
+            return TensorHandle((x.data.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32), x.dtype)
+        return x
 
-    InterpreterBuilder.create_dot = widened
+    def mended(self, a, b, d, precision, *rest):
+        return create_dot(self, operand(self, a, precision), operand(self, b, precision), d, precision, *rest)
+
+    InterpreterBuilder.create_dot = mended
 
 
 if interpreting():

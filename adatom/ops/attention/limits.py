@@ -40,6 +40,8 @@ def triton_atomic(p: Problem) -> str | None:
         return reason
     if p.deterministic:
         return "not deterministic, and that was asked for (torch.use_deterministic_algorithms or backend='deterministic')"
+    if p.bias_grad:
+        return "computes no gradient of the bias"
     if p.dtype == torch.float32:
         return "float32 accumulates dq in registers instead (the deterministic row)"
     return None
