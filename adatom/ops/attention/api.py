@@ -70,8 +70,6 @@ def attention(
     Source: Vaswani et al., arXiv:1706.03762; tiling after Dao, arXiv:2307.08691; second derivative:
     docs/double_backward.md.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q, k, v)
     x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
     out, lse = _call(x, o, backend)
     return (out, lse) if return_lse else out
@@ -115,8 +113,6 @@ def attention_varlen(
         "attention(kv_lens=...))",
         NotImplementedError,
     )
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q, k, v)
     x, o = _checked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, sinks, scale, precision)
     out, lse = _call(x, o, backend)
     return (out, lse) if return_lse else out
@@ -144,16 +140,31 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 def _call(x: Inputs, o: Options, backend: str | None) -> Any:
     if torch.compiler.is_compiling():
-        return CompiledAttention.apply(*x, *o, backend)
+        return CompiledAttention.apply(*_distinct(x), *o, backend)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
         return Attention.apply(*x, *o, backend)
     return attention_fwd(*x, *o, backend)
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autocast does to the inputs of scaled_dot_product_attention: floats but float64 take its dtype."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+def _distinct(x: Inputs) -> Inputs:
+    """`x` with a view where a tensor is given twice (self-attention): torch.compile traces no Function of those."""
+    k = x.k.view_as(x.k) if x.k is x.q else x.k
+    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
+    cu = x.cu_seqlens_k
+    if cu is not None and cu is x.cu_seqlens_q:
+        cu = cu.view_as(cu)
+    return x._replace(k=k, v=v, cu_seqlens_k=cu)
+
+
+def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k, v as autocast gives them to scaled_dot_product_attention: floats but float64 take its dtype."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        require(False, "tensors q, k and v", TypeError, q=q, k=k, v=v)
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
 def _checked(
@@ -169,6 +180,7 @@ def _checked(
     scale: float | None,
     precision: str | None,
 ) -> tuple[Inputs, Options]:
+    q, k, v = _autocast(q, k, v)
     if not (q.dim() == k.dim() == v.dim() == 4):
         require(False, "4-D q, k and v (batch, heads, length, head_dim)", q=q, k=k, v=v)
     batch, heads, seqlen_q, head_dim = q.shape
@@ -179,8 +191,8 @@ def _checked(
     if bias is not None:
         bias = _checked_bias(bias, (batch, heads, seqlen_q, seqlen_k), q, k)
     if kv_lens is not None:
-        if kv_lens.dtype not in _INDEX:
-            require(False, "kv_lens of dtype int32 or int64", TypeError, kv_lens=kv_lens)
+        if not isinstance(kv_lens, torch.Tensor) or kv_lens.dtype not in _INDEX:
+            require(False, "kv_lens as a tensor of int32 or int64", TypeError, kv_lens=kv_lens)
         if kv_lens.shape != (batch,) or kv_lens.device != q.device:
             require(False, f"kv_lens of shape ({batch},) on q's device", q=q, kv_lens=kv_lens)
         if kv_lens.device.type == "cpu" and not torch.compiler.is_compiling() and kv_lens.numel():
@@ -204,6 +216,7 @@ def _checked_varlen(
     scale: float | None,
     precision: str | None,
 ) -> tuple[Inputs, Options]:
+    q, k, v = _autocast(q, k, v)
     if not (q.dim() == k.dim() == v.dim() == 3):
         require(False, "3-D q, k and v (tokens, heads, head_dim)", q=q, k=k, v=v)
     tokens_q, heads, head_dim = q.shape
@@ -212,8 +225,8 @@ def _checked_varlen(
         require(False, "k and v of the same tokens and heads", q=q, k=k, v=v)
     _check_common(q, k, v, heads, kv_heads, head_dim, head_dim_k, sinks)
     for name, cu, tokens in (("cu_seqlens_q", cu_seqlens_q, tokens_q), ("cu_seqlens_k", cu_seqlens_k, tokens_k)):
-        if cu.dtype not in _INDEX:
-            require(False, f"{name} of dtype int32 or int64", TypeError, **{name: cu})
+        if not isinstance(cu, torch.Tensor) or cu.dtype not in _INDEX:
+            require(False, f"{name} as a tensor of int32 or int64", TypeError, **{name: cu})
         if cu.dim() != 1 or not cu.numel() or cu.shape != cu_seqlens_q.shape or cu.device != q.device:
             require(
                 False,
@@ -224,7 +237,9 @@ def _checked_varlen(
             )
         if cu.device.type == "cpu" and not torch.compiler.is_compiling():
             if int(cu[0]) != 0 or int(cu[-1]) != tokens or bool((cu.diff() < 0).any()):
-                require(False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()})
+                require(
+                    False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()}
+                )
     o = _options(head_dim, causal, window, softcap, scale, precision)
     return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
 
@@ -250,8 +265,8 @@ def _check_common(
     if not (q.device == k.device == v.device):
         require(False, "q, k, v on one device", q=q, k=k, v=v)
     if sinks is not None:
-        if not sinks.is_floating_point():
-            require(False, "sinks of a float dtype", TypeError, sinks=sinks)
+        if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point():
+            require(False, "sinks as a tensor of a float dtype", TypeError, sinks=sinks)
         if sinks.shape != (heads,) or sinks.device != q.device:
             require(False, f"sinks of shape ({heads},) on q's device", q=q, sinks=sinks)
 
@@ -259,16 +274,14 @@ def _check_common(
 def _checked_bias(
     bias: torch.Tensor, scores: tuple[int, int, int, int], q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
-    if bias.dtype != torch.bool and not bias.is_floating_point():
-        require(False, "bias of a float dtype, or bool (True = attend)", TypeError, bias=bias)
+    if not isinstance(bias, torch.Tensor) or not (bias.dtype == torch.bool or bias.is_floating_point()):
+        require(False, "bias as a tensor of a float dtype, or bool (True = attend)", TypeError, bias=bias)
     if (bias.dtype == torch.float64) != (q.dtype == torch.float64) and bias.dtype != torch.bool:
         require(False, "a float64 bias with float64 inputs, and only with them", TypeError, q=q, bias=bias)
     if bias.device != q.device:
         require(False, "bias on q's device", q=q, bias=bias)
     if bias.dim() > 4 or any(b not in (1, s) for b, s in zip(reversed(bias.shape), reversed(scores))):
-        require(
-            False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias
-        )
+        require(False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias)
     return bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
 
 
@@ -285,6 +298,8 @@ def _options(
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             require(False, "window as a pair (left, right)", TypeError, window=window)
         left, right = (-1 if w is None else w for w in window)
+        if not (isinstance(left, (int, torch.SymInt)) and isinstance(right, (int, torch.SymInt))):
+            require(False, "window of integers or None", TypeError, window=window)
         if left < -1 or right < -1:
             require(False, "window of non-negative numbers, or None (or -1) for unbounded", window=window)
     if softcap is None:
