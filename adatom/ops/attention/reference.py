@@ -104,9 +104,8 @@ def by_sequence(takes: str, gives: str) -> Callable[[Callable[..., Any]], Callab
                         result += part
                     elif letter not in "s-":
                         _cut(letter, result, rows, keys).copy_(part)
-            if x.sinks is not None:
-                results = [r.to(x.sinks.dtype) if letter == "s" else r for letter, r in zip(gives, results)]
-            return tuple(results)
+            dtype = None if x.sinks is None else x.sinks.dtype
+            return tuple(r.to(dtype) if letter == "s" and r is not None else r for letter, r in zip(gives, results))
 
         return packed
 

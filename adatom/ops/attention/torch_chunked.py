@@ -294,7 +294,7 @@ class _SinkGradient:
 
     def result(self) -> Tensor | None:
         """dsinks in the dtype of the sinks."""
-        return None if self.sinks is None else empty_like(self.sinks).copy_(self.total)
+        return None if self.sinks is None or self.total is None else empty_like(self.sinks).copy_(self.total)
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -383,7 +383,9 @@ class _Moves:
             part.add_bias(g, self.bias, i, j)
         return graw, g
 
-    def rows(self, p: Tensor, pg: Tensor, p_sink: Tensor | None, o: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+    def rows(
+        self, p: Tensor, pg: Tensor, p_sink: Tensor | None, o: Tensor, i: slice, j: slice
+    ) -> tuple[Tensor, Tensor]:
         """The tangents of out and lse, from P, P G, Psink and out."""
         g = pg.sum(-1, keepdim=True)
         if self.sinks is not None and p_sink is not None:
