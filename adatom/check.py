@@ -15,7 +15,7 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def require(condition: bool, expected: str, /, error: type[Exception] = ValueError, **given: Any) -> None:
+def require(condition: bool, expected: str, error: type[Exception] = ValueError, /, **given: Any) -> None:
     """Raise `error` saying what was expected and what was given, unless `condition` holds.
 
     `given` are the offending values by name; tensors are printed as dtype, shape and device.
