@@ -1,0 +1,65 @@
+"""Every python block of the README and of docs/ runs as it is written, on a CPU; links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks():
+    for page in PAGES:
+        text = page.read_text()
+        for match in FENCE.finditer(text):
+            if match.group(1) == "python":
+                line = text.count("\n", 0, match.start(2))
+                yield pytest.param(page, line, match.group(2), id=f"{page.name}:{line + 1}")
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    mpl.use("agg")
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("page", "line", "code"), list(blocks()))
+def test_python_block(page, line, code):
+    if "transformers" in code:
+        pytest.importorskip("transformers")
+    exec(compile("\n" * line + code, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_there_are_blocks():
+    assert len(list(blocks())) >= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
+    text = FENCE.sub("", page.read_text())
+    headings = {
+        re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif "://" not in target:
+            assert (page.parent / target.split("#")[0]).exists(), target
+
+
+def test_commands_in_the_readme_exist():
+    from typer.testing import CliRunner
+
+    from adatom.cli import app
+
+    named = set(re.findall(r"^adatom (\w+)", (ROOT / "README.md").read_text(), re.M))
+    assert named >= {"doctor", "demo", "verify", "bench", "compile"}
+    for name in named:
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
