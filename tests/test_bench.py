@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from adatom.bench import report, rivals, run, timing
+from adatom import evidence, registry
+from adatom.bench import report, rivals, run, timing, tune
 from adatom.cli import app
 from adatom.ops.attention import cases
 from adatom.ops.attention.cases import BF16, F32, Case
@@ -257,6 +262,34 @@ def test_a_kernel_that_fails_verify_shows_no_speed(monkeypatch: pytest.MonkeyPat
     assert entries == [{"group": "plain", "case": "tiny", "contender": "adatom", "pass": "all", "reason": why}]
 
 
+def test_evidence_of_the_present_code_stands_for_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = registry.rows("attention_fwd")[0]
+    proof = evidence.Proof(row.op, row.backend, evidence.code_hash(row.target), 9, 0.5, "case", "out")
+    evidence.write(tmp_path / "gpu.json", {"arch": "sm_90"}, [proof])
+    evidence.write(tmp_path / "old.json", {"arch": "sm_80"}, [proof._replace(hash="of other code")])
+    monkeypatch.setattr(evidence, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(evidence, "read", partial(evidence.read, tmp_path))
+    recorded = run._recorded.__wrapped__
+    assert recorded(row, 90) and not recorded(row, 80) and not recorded(row, 100)
+    assert not recorded(registry.rows("attention_fwd")[-1], 90)  # not a GPU kernel
+
+
+def test_a_kernel_that_differs_at_full_size_shows_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.verify, "passes", lambda case, row, device: True)
+    monkeypatch.setattr(evidence, "on_gpu", lambda target: True)
+    assert run.unproven(run.Problem(BIASED, CPU), "second") is None
+    right = run.ours
+
+    def wrong(case: Case, given: dict[str, Any], backend: str | None = None) -> run.Call:
+        off = 0.0 if backend == "torch_chunked" else 0.01
+        return lambda q, k, v, bias=None: right(case, given)(q, k, v + off * (v - v.detach()), bias)  # dv alone is off
+
+    monkeypatch.setattr(run, "ours", wrong)
+    assert (
+        run.unproven(run.Problem(BIASED, CPU), "bias") == "dv differs from the PyTorch path's by 1.0e-02 at full size"
+    )
+
+
 def test_host_time_is_given_beside_that_of_sdpa(cheap: None) -> None:
     problem, entries = run.host(CPU)
     assert problem == "(1, 1, 8, 8) float32"
@@ -405,3 +438,63 @@ def test_plots_are_written_in_both_formats(tmp_path: Path) -> None:
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
         report.plot(RECORD, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
+
+
+# tuning ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_to_tune_is_chosen_by_name() -> None:
+    assert [str(key) for key in tune.keys(["bwd_kv half", "fwd ieee 64"])] == [
+        "fwd ieee 64",
+        "bwd_kv half 64",
+        "bwd_kv half 128",
+        "bwd_kv half 256",
+    ]
+    assert {key.kind for key in tune.keys(["bwd_atomic"])} == {"half"}
+    with pytest.raises(ValueError, match="nothing to tune called fw; there are: fwd"):
+        tune.keys(["fw"])
+
+
+def test_candidates_suit_the_architecture() -> None:
+    pytest.importorskip("triton")
+    key = tune.keys(["fwd half 128"])[0]
+    hopper, ampere = tune.candidates(key, 90), tune.candidates(key, 80)
+    assert any(c.tma for c in hopper) and not any(c.tma for c in ampere)
+    assert all(c.block_m * c.block_n + max(c.block_m, c.block_n) * 128 <= c.num_warps * 32 * 180 for c in hopper)
+
+
+def test_the_tables_that_are_tuned_exist_and_are_used() -> None:
+    pytest.importorskip("triton")
+    for kernel in tune.KERNELS:
+        module, name = kernel.table.split(":")
+        table = getattr(importlib.import_module(f"adatom.ops.attention.{module}"), name)
+        tuned = {(key.kind, key.dim) for key in tune.keys([kernel.name])}
+        assert tuned <= set(table[90])
+        source = Path(sys.modules[f"adatom.ops.attention.{module}"].__file__ or "").read_text()
+        assert f'"{kernel.name}"' in source  # the name by which it can be forced
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
+def test_candidates_that_do_not_fit_are_dropped() -> None:
+    pytest.importorskip("triton")
+    from adatom.ops.attention.triton_call import Config
+
+    key = tune.keys(["fwd half 64"])[0]
+    fits, too_deep = Config(64, 32, 4, 2), Config(128, 128, 8, 9)
+    assert tune.viable(key, 90, [too_deep, fits], jobs=1) == [fits]
+
+
+def test_what_was_found_is_printed_as_a_row_to_paste() -> None:
+    pytest.importorskip("triton")
+    from adatom.ops.attention.triton_call import Config
+
+    key = tune.keys(["bwd_q half 64"])[0]
+    found = tune.Found(key, Config(64, 64, 4, 2), 2.0, Config(128, 64, 8, 3, True), 1.0, 17)
+    assert found.line() == 'Q_CONFIGS: ("half", 64): Config(128, 64, 8, 3, tma=True),'
+    assert tune.record([found], "GPU")["tuned"][0]["best"]["block_m"] == 128
+    assert tune.table([found]).row_count == 1
+
+
+def test_tuning_needs_a_gpu() -> None:
+    result = invoke("--tune")
+    assert result.exit_code == 2 and "--tune needs a GPU" in result.output

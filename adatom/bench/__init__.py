@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -17,9 +18,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from adatom.bench import run
+from adatom.bench import tune as tuning
 from adatom.bench.report import heading, host_sheet, plot, sheets, tables
 from adatom.bench.rivals import Rival, installed, select
-from adatom.bench.timing import interleave, peak_bytes
+from adatom.bench.timing import Clock, interleave, peak_bytes
+from adatom.device import facts
 from adatom.ops.attention.cases import Case
 from adatom.registry import PASSES, rows
 
@@ -38,6 +41,9 @@ def command(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse kernels that are not right.")] = True,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Search tile configurations; --group fwd or 'fwd half 64'.")
+    ] = False,
     budget: Annotated[float, typer.Option(help="Start no new case after this many seconds.")] = 350.0,
     from_file: Annotated[Path | None, typer.Option("--tables", help="Print the tables of a results file.")] = None,
 ) -> None:
@@ -56,11 +62,17 @@ def command(
         if backend not in (None, *known):
             raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}")
         chosen = select(rivals)
-        work = run.groups(where, group or [], quick)
+        if tune and where.type != "cuda":
+            raise ValueError("--tune needs a GPU")
+        keys = tuning.keys(group or []) if tune else []
+        work = {} if tune else run.groups(where, group or [], quick)
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
             raise ValueError(f"--plot writes .svg or .png, not {plot_file.name}")
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
+    if tune:
+        _tune(console, keys, where, budget, record)
+        return
     for rival in chosen:
         version, why = installed(rival)
         if version is None:
@@ -137,6 +149,34 @@ def _bench(
         console.print(f"[yellow]not run, {budget:.0f} s were up (--budget): {escape(', '.join(skipped))}[/]")
     record["skipped"] = skipped
     return record
+
+
+def _tune(console: Console, keys: list[tuning.Key], where: torch.device, budget: float, file: Path | None) -> None:
+    """Compile the candidates of all keys, then time them; print the rows for the kernel files."""
+    began, arch = time.monotonic(), facts(where).arch
+    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found: list[tuning.Found] = []
+    todo: dict[tuning.Key, list[Any]] = {}
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("compiling", total=len(keys))
+        for key in keys:
+            progress.update(task, description=f"compiling {key}")
+            if time.monotonic() - began < budget / 2:
+                todo[key] = tuning.viable(key, arch, tuning.candidates(key, arch), jobs)
+            progress.advance(task)
+        with torch.cuda.device(where):
+            clock = Clock(where)
+            task = progress.add_task("timing", total=len(todo))
+            for key, configs in todo.items():
+                progress.update(task, description=f"timing {key}")
+                if time.monotonic() - began < budget:
+                    found.append(tuning.search(key, clock, configs))
+                    _write(tuning.record(found, run.device_name(where)), file)
+                progress.advance(task)
+    console.print(tuning.table(found))
+    missing = [str(key) for key in keys if key not in [f.key for f in found]]
+    if missing:
+        console.print(f"[yellow]not tuned, {budget:.0f} s were up (--budget): {', '.join(missing)}[/]")
 
 
 def _write(record: dict[str, Any], file: Path | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from adatom import device as machine
 from adatom import evidence, registry, verify
 from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed, sdpa_default
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
+from adatom.device import facts
 from adatom.ops.attention import cases
 from adatom.ops.attention.cases import Case
 from adatom.registry import Row
@@ -330,11 +332,25 @@ def groups(device: torch.device, names: list[str], quick: bool) -> dict[str, tup
     return {n: known[n][:1] if quick else known[n] for n in names or known}
 
 
+@cache
+def _recorded(row: Row, arch: int) -> bool:
+    """Whether the evidence has this row's present code as right on this architecture."""
+    if not evidence.on_gpu(row.target):
+        return False
+    here = {
+        name: proofs
+        for name, proofs in evidence.read().items()
+        if json.loads((evidence.DIRECTORY / name).read_text()).get("arch") == f"sm_{arch}"
+    }
+    return bool(evidence.proven(row.op, row.backend, row.target, here))
+
+
 def unproven(problem: Problem, group: str, backend: str | None = None) -> str | None:
     """Why adatom's kernels may show no speed on a problem; None if they may.
 
-    Each row that runs must pass `verify` on a small version of the case, and where it is a GPU kernel agree at full
-    size with the PyTorch path, derivatives included.
+    Each row that runs must have passed `verify` on this architecture with the code it has now, or pass it here on a
+    small version of the case; and where it is a GPU kernel, agree at full size with the PyTorch path, derivatives
+    included.
     """
     case, given = problem.case, problem.given
     device, order = given["q"].device, passes(group, case)
@@ -342,10 +358,13 @@ def unproven(problem: Problem, group: str, backend: str | None = None) -> str | 
         rows = chosen(case, given, order, backend)
         small = verify.shrunk(case, 300 if device.type == "cuda" else 40)._replace(name="small")  # many cases share it
         for name, row in rows.items():
-            if not verify.passes(small, row, str(device)):
+            if not (_recorded(row, facts(device).arch) or verify.passes(small, row, str(device))):
                 return f"the {name} of {row.backend} fails `adatom verify`"
         if any(evidence.on_gpu(row.target) for row in rows.values()):
-            truth = problem.results(ours(case, given, "torch_chunked"), len(order))
+            try:
+                truth = problem.results(ours(case, given, "torch_chunked"), len(order))
+            except torch.cuda.OutOfMemoryError:  # it needs more memory than the kernels do
+                return None
             for name, value in problem.results(ours(case, given, backend), len(order)).items():
                 apart = _distance(value, truth[name])
                 if not apart <= _tolerance(case):
