@@ -13,7 +13,7 @@ class Attention(nn.Module):
     """Multi-head attention with its projections, batch-first: (batch, length, embed_dim) to the same.
 
     Args:
-        embed_dim: features of the queries and of the result. key_dim, value_dim: those of keys and values, if they differ.
+        embed_dim: features of queries and result. key_dim, value_dim: those of keys and values, if they differ.
         heads: query heads. kv_heads: heads of keys and values, a divisor of heads; default heads.
         head_dim: default embed_dim // heads.
         qkv_bias, out_bias: whether the projections add a learned bias.

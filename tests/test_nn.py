@@ -21,7 +21,10 @@ def close(a, b):
 
 
 def in_proj_gradients(module):
-    return [torch.cat([getattr(module, n).weight.grad for n in "qkv"]), torch.cat([getattr(module, n).bias.grad for n in "qkv"])]
+    return [
+        torch.cat([getattr(module, n).weight.grad for n in "qkv"]),
+        torch.cat([getattr(module, n).bias.grad for n in "qkv"]),
+    ]
 
 
 MASKS = ("none", "bool", "float", "per-head", "padding", "both", "float-padding")
@@ -35,16 +38,19 @@ def masks(kind, batch, heads, seqlen_q, seqlen_k):
     if kind == "none":
         return {}
     if kind == "bool":
-        return dict(attn_mask=square)
+        return {"attn_mask": square}
     if kind == "float":
-        return dict(attn_mask=torch.randn(seqlen_q, seqlen_k))
+        return {"attn_mask": torch.randn(seqlen_q, seqlen_k)}
     if kind == "per-head":
-        return dict(attn_mask=torch.randn(batch * heads, seqlen_q, seqlen_k))
+        return {"attn_mask": torch.randn(batch * heads, seqlen_q, seqlen_k)}
     if kind == "padding":
-        return dict(key_padding_mask=padding)
+        return {"key_padding_mask": padding}
     if kind == "both":
-        return dict(attn_mask=square, key_padding_mask=padding)
-    return dict(attn_mask=torch.randn(seqlen_q, seqlen_k), key_padding_mask=padding.double().masked_fill(padding, -torch.inf))
+        return {"attn_mask": square, "key_padding_mask": padding}
+    return {
+        "attn_mask": torch.randn(seqlen_q, seqlen_k),
+        "key_padding_mask": padding.double().masked_fill(padding, -torch.inf),
+    }
 
 
 @pytest.mark.parametrize("kind", MASKS)

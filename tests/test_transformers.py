@@ -9,17 +9,17 @@ from adatom.integrations.transformers import attention_forward, attention_mask, 
 
 register()
 
-TEXT = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GQA = dict(TEXT, num_key_value_heads=2, head_dim=8)
 
 
@@ -103,7 +103,7 @@ def tokens(padding, batch=3, length=11):
 
 def logits_and_gradients(model, ids, mask):
     """The logits of the tokens that exist, and the gradients of all parameters of a sum over them."""
-    inputs = dict(input_ids=ids, attention_mask=mask)
+    inputs = {"input_ids": ids, "attention_mask": mask}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.flip(0)[:, :7] * (ids[:, :7] > 0)
     else:
@@ -128,7 +128,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def softmax_in_its_own_dtype(monkeypatch):
-    """Some eager families take the softmax of float64 in float32, where their masks overflow to -inf and padding to NaN."""
+    """Eager families take the softmax of float64 in float32, where their masks overflow to -inf and padding to NaN."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(
         torch.nn.functional,
@@ -168,7 +168,9 @@ def errors_in_bf16(family, device):
     for attn in ("adatom", rival):
         logits, grads = logits_and_gradients(build(family, attn=attn).to(device, torch.bfloat16), ids, mask)
         worst = max((grads[n].double() - g).abs().max() for n, g in expected_grads.items())
-        errors.append((((logits.double() - expected).abs().max() / expected.abs().max()).item(), (worst / scale).item()))
+        errors.append(
+            (((logits.double() - expected).abs().max() / expected.abs().max()).item(), (worst / scale).item())
+        )
     return errors
 
 
@@ -286,7 +288,9 @@ def test_switching_implementations():
     model = build(llama).eval()
     eager = model(ids, attention_mask=mask).logits
     model.set_attn_implementation("adatom")
-    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], eager[mask.bool()], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask).logits[mask.bool()], eager[mask.bool()], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gradient_checkpointing():
@@ -294,7 +298,7 @@ def test_gradient_checkpointing():
     model = build(gemma, attn="adatom")
     expected = logits_and_gradients(model, ids, mask)[1]
     checkpoint = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    checkpoint(dict(use_reentrant=False))
+    checkpoint({"use_reentrant": False})
     for name, grad in logits_and_gradients(model, ids, mask)[1].items():
         torch.testing.assert_close(grad, expected[name])
 

@@ -2,8 +2,8 @@
 
     from adatom.compat.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
 
-Names, argument order, defaults and layouts (batch, seqlen, heads, head_dim) are flash-attn's; tensors are passed as views,
-never copied. What differs:
+Names, argument order, defaults and layouts (batch, seqlen, heads, head_dim) are flash-attn's; tensors are passed as
+views, never copied. What differs:
 
 - Also float32 and float64, CPU tensors, v with its own head_dim, and second derivatives.
 - `dropout_p > 0` and `block_table` (a paged cache) raise NotImplementedError.
@@ -173,7 +173,12 @@ def flash_attn_varlen_func(
         NotImplementedError,
     )
     for name, cu_seqlens, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
-        if cu_seqlens.device.type == "cpu" and cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and not torch.compiler.is_compiling():
+        if (
+            cu_seqlens.device.type == "cpu"
+            and cu_seqlens.dim() == 1
+            and len(cu_seqlens) > 1
+            and not torch.compiler.is_compiling()
+        ):
             longest = int(cu_seqlens.diff().max())
             require(longest <= most, f"max_seqlen_{name} of at least the longest sequence, {longest}", max_seqlen=most)
     result = attention_varlen(

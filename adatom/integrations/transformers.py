@@ -4,14 +4,15 @@
     adatom.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="adatom")
 
-Tested from 5.5 (T5 from 5.17: before, its attention cannot be replaced). Causal models with and without padding, sliding windows, a cache, softcaps, sinks and position biases, with all gradients.
-Attention dropout is refused: switch it off in the config, or call model.eval(). Attention weights are not returned.
+Causal and bidirectional models, padding, sliding windows, a cache, softcaps, sinks and position biases, with all
+gradients. T5 needs 5.17: before, its attention could not be replaced. Dropout of attention is refused: set it to 0 in the
+config, or call model.eval(). Weights are not returned.
 
 A mask of every query and key is built only where it must be. What the two functions registered here pass each other:
 
     None                       the module's own structure: causal if the module is causal
     uint8 (batch, 1, 1, keys)  causal, among the keys marked 1 (padding)
-    int8 (batch, 1, 1, keys)   causal and in the layer's sliding window, among the keys marked 1; (1, 1, 1, 1): no padding
+    int8 (batch, 1, 1, keys)   causal and in the layer's sliding window, among the keys marked 1; one 1: all
     bool, float                everything said, as for sdpa: True attends, or added to the scores
 
 A query with nothing to attend to, as on left padding, gives 0.
@@ -49,7 +50,9 @@ def register() -> None:
     Raises ImportError for transformers before 5.5, whose masks are made differently.
     """
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-        raise ImportError(f"adatom.integrations.transformers needs transformers 5.5 or newer; got {transformers.__version__}")
+        raise ImportError(
+            f"adatom.integrations.transformers needs transformers 5.5 or newer; got {transformers.__version__}"
+        )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     checked = PreTrainedModel.get_correct_attn_implementation
@@ -58,8 +61,8 @@ def register() -> None:
         def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kw: Any) -> str:
             if requested_attention == NAME and not _routes(type(self)):
                 raise ValueError(
-                    f'{type(self).__name__} of transformers {transformers.__version__} has attention of its own that no '
-                    f'attn_implementation replaces: "{NAME}" cannot run it'
+                    f"{type(self).__name__} of transformers {transformers.__version__} has attention of its own that "
+                    f'no attn_implementation replaces: "{NAME}" cannot run it'
                 )
             return checked(self, requested_attention, *args, **kw)
 

@@ -1,0 +1,494 @@
+"""What the public functions promise: right answers over all options, clear errors for bad input, PyTorch's tools."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import adatom
+from adatom.ops.attention import op
+from adatom.ops.attention.api import inputs_of
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def dense(
+    q, k, v, bias=None, causal=False, window=None, softcap=None, sinks=None, kv_lens=None, scale=None, return_lse=False
+):
+    """Attention by its definition, one batch and head at a time, with loops over what is seen. Differentiable."""
+    batch, heads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    left, right = (None if w in (None, -1) else w for w in window or (None, None))
+    if bias is not None:
+        bias = bias.expand(batch, heads, seqlen_q, seqlen_k)
+    outs, lses = [], []
+    for b in range(batch):
+        length = seqlen_k if kv_lens is None else int(kv_lens[b])
+        for h in range(heads):
+            kv = h // (heads // k.shape[1])
+            scores = q[b, h] @ k[b, kv].T * (1 / math.sqrt(head_dim) if scale is None else scale)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            see = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+            for i in range(seqlen_q):
+                at = i + length - seqlen_q
+                for j in range(length):
+                    see[i, j] = (
+                        not (causal and j > at)
+                        and (left is None or j >= at - left)
+                        and (right is None or j <= at + right)
+                    )
+            if bias is not None and bias.dtype == torch.bool:
+                see &= bias[b, h]
+            elif bias is not None:
+                see &= bias[b, h] > -torch.inf
+                scores = scores + bias[b, h].masked_fill(~see, 0.0)
+            e = torch.where(see, torch.exp(torch.where(see, scores, 0.0)), 0.0)
+            total = e.sum(-1) + (torch.exp(sinks[h]) if sinks is not None else 0.0)
+            some = total > 0
+            outs.append(torch.where(some[:, None], e @ v[b, kv] / torch.where(some, total, 1.0)[:, None], 0.0))
+            lses.append(torch.where(some, torch.log(torch.where(some, total, 1.0)), -torch.inf))
+    out = (
+        torch.stack(outs).reshape(batch, heads, seqlen_q, v.shape[-1])
+        if outs
+        else q.new_zeros(*q.shape[:3], v.shape[-1])
+    )
+    lse = torch.stack(lses).reshape(batch, heads, seqlen_q) if lses else q.new_zeros(q.shape[:3])
+    return (out, lse) if return_lse else out
+
+
+# Random calls --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "heads inside", "sliced", "transposed", "expanded")
+
+
+def laid_out(x, layout):
+    """The values of x, with other strides."""
+    if layout == "heads inside":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        return torch.cat([x, x.flip(2), x], -1)[..., : x.shape[-1]]
+    if layout == "transposed":  # the last dimension is not contiguous
+        return x.mT.contiguous().mT
+    if layout == "expanded":
+        return x[:1, :1].expand_as(x) if x.shape[0] and x.shape[1] else x
+    return x
+
+
+@st.composite
+def calls(draw):
+    """Arguments of adatom.attention: a dict of float64 tensors and options."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=F64, generator=generator)
+
+    batch = draw(st.sampled_from((1, 2, 3, 0)))
+    kv_heads = draw(st.sampled_from((1, 2)))
+    heads = kv_heads * draw(st.sampled_from((1, 3)))
+    seqlen_q, seqlen_k = draw(st.integers(0, 9)), draw(st.integers(0, 11))
+    head_dim, head_dim_v = draw(st.sampled_from((1, 3, 8))), draw(st.sampled_from((1, 5, 8)))
+    layouts = st.sampled_from(LAYOUTS)
+    q = laid_out(normal(batch, heads, seqlen_q, head_dim), draw(layouts))
+    k = laid_out(normal(batch, kv_heads, seqlen_k, head_dim), draw(layouts))
+    v = laid_out(normal(batch, kv_heads, seqlen_k, head_dim_v), draw(layouts))
+    options = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.sampled_from((None, (2, None), (None, 1), (1, 1), (0, 0), (-1, 3)))),
+        "softcap": draw(st.sampled_from((None, 1.5))),
+        "scale": draw(st.sampled_from((None, 0.3))),
+    }
+    bias = draw(st.sampled_from(("none", "float", "-inf", "bool")))
+    if bias != "none":
+        shape = [size if draw(st.booleans()) else 1 for size in (batch, heads, seqlen_q, seqlen_k)]
+        options["bias"] = normal(*shape[draw(st.integers(0, 3)) if shape[0] == 1 else 0 :])
+        hidden = torch.rand(options["bias"].shape, generator=generator) < 0.4
+        if bias == "-inf":
+            options["bias"] = options["bias"].masked_fill(hidden, -torch.inf)
+        elif bias == "bool":
+            options["bias"] = ~hidden
+    if draw(st.booleans()):
+        options["kv_lens"] = torch.randint(0, seqlen_k + 1, (batch,), generator=generator)
+    if draw(st.booleans()):
+        options["sinks"] = normal(heads)
+    return dict(q=q, k=k, v=v, **options)
+
+
+def check(call, backend):
+    """Out, lse and all first derivatives of one call equal those of the definition."""
+    names = [n for n, x in call.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    leaves = [call[n].detach().requires_grad_() for n in names]
+    call = {**call, **dict(zip(names, leaves))}
+    out, lse = adatom.attention(**call, return_lse=True, backend=backend)
+    expected, expected_lse = dense(**call, return_lse=True)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-9, atol=1e-9)
+    finite = expected_lse > -torch.inf  # the derivative of lse is one of the definition only there
+    weight = torch.cos(torch.arange(out.numel(), dtype=F64)).reshape(out.shape)
+    results = [
+        (o * weight).sum() + torch.where(finite, s, 0.0).sin().sum() for o, s in ((out, lse), (expected, expected_lse))
+    ]
+    # An empty batch leaves no graph behind the definition, hence the sum that adds nothing.
+    got, want = (torch.autograd.grad(r + sum(0 * x.sum() for x in leaves), leaves) for r in results)
+    for name, a, b in zip(names, got, want):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_random_calls(backend):
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(calls())
+    def run(call):
+        check(call, backend)
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_random_calls_in_lower_precision(dtype):
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(calls())
+    def run(call):
+        low = {n: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in call.items()}
+        exact = {n: x.to(F64) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in low.items()}
+        out, lse = adatom.attention(**low, return_lse=True)
+        expected, expected_lse = dense(**exact, return_lse=True)
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+        torch.testing.assert_close(out.to(F64), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse.to(F64), expected_lse, rtol=tolerance, atol=tolerance)
+
+    run()
+
+
+@st.composite
+def packed(draw):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    count = draw(st.integers(0, 4))
+    lens = [[draw(st.integers(0, 6)) for _ in range(count)] for _ in "qk"]
+    cu = [torch.tensor([0, *torch.tensor(n, dtype=torch.int32).cumsum(0).tolist()], dtype=torch.int32) for n in lens]
+    shapes = (sum(lens[0]), 4, 8), (sum(lens[1]), 2, 8), (sum(lens[1]), 2, 3)
+    q, k, v = (torch.randn(shape, dtype=F64, generator=generator) for shape in shapes)
+    options = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.sampled_from((None, (2, None), (1, 1)))),
+        "softcap": draw(st.sampled_from((None, 1.5))),
+    }
+    if draw(st.booleans()):
+        options["sinks"] = torch.randn(4, dtype=F64, generator=generator)
+    return q, k, v, *cu, options
+
+
+def test_random_packed_calls():
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(packed())
+    def run(call):
+        q, k, v, cu_q, cu_k, options = call
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out, lse = adatom.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+        expected, expected_lse = torch.zeros_like(out), torch.zeros_like(lse)
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+            one = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+            one_out, one_lse = dense(*one, **options, return_lse=True)
+            expected[a:b], expected_lse[:, a:b] = one_out[0].transpose(0, 1), one_lse[0]
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-9, atol=1e-9)
+        if expected.requires_grad:
+            got, want = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected))
+            for x, y in zip(got, want):
+                torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8)
+
+    run()
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+Q = torch.zeros(2, 4, 5, 8)
+KV = torch.zeros(2, 2, 7, 8)
+
+
+BAD = {
+    "no tensor": ({"q": [1.0]}, TypeError, r"tensors q, k and v; got q=\[1.0\], k=float32\[2, 2, 7, 8\]"),
+    "rank": ({"q": Q[0]}, ValueError, r"4-D.*q=float32\[4, 5, 8\]"),
+    "batch": ({"k": KV[:1], "v": KV[:1]}, ValueError, r"one batch.*q=float32\[2, 4, 5, 8\].*k=float32\[1, 2, 7, 8\]"),
+    "lengths": ({"v": KV[:, :, :6]}, ValueError, r"same heads and length.*v=float32\[2, 2, 6, 8\]"),
+    "kv heads": ({"v": KV[:, :1]}, ValueError, r"same heads and length.*v=float32\[2, 1, 7, 8\]"),
+    "head groups": ({"q": Q[:, :3]}, ValueError, r"multiple of the heads.*q=float32\[2, 3, 5, 8\]"),
+    "head_dim": ({"k": KV[..., :4]}, ValueError, r"same head_dim.*k=float32\[2, 2, 7, 4\]"),
+    "head_dim 0": ({"q": Q[..., :0], "k": KV[..., :0]}, ValueError, r"at least 1.*q=float32\[2, 4, 5, 0\]"),
+    "v's head_dim 0": ({"v": KV[..., :0]}, ValueError, r"at least 1.*v=float32\[2, 2, 7, 0\]"),
+    "mixed dtypes": ({"q": Q.half()}, TypeError, r"one dtype.*q=float16\[2, 4, 5, 8\].*k=float32"),
+    "integers": ({"q": Q.int(), "k": KV.int(), "v": KV.int()}, TypeError, r"one dtype: float16.*q=int32"),
+    "complex": ({"q": Q.cfloat(), "k": KV.cfloat(), "v": KV.cfloat()}, TypeError, r"one dtype: float16.*q=complex64"),
+    "devices": ({"q": Q.to("meta")}, ValueError, r"one device.*on meta.*on cpu"),
+    "integer bias": (
+        {"bias": torch.zeros(5, 7, dtype=torch.int64)},
+        TypeError,
+        r"float dtype, or bool.*int64\[5, 7\]",
+    ),
+    "bias no tensor": ({"bias": 0.5}, TypeError, r"bias as a tensor.*bias=0.5"),
+    "double bias": (
+        {"bias": torch.zeros(5, 7, dtype=F64)},
+        TypeError,
+        r"float64 bias with float64 inputs.*float64\[5, 7\]",
+    ),
+    "bias shape": ({"bias": torch.zeros(7, 5)}, ValueError, r"\(2, 4, 5, 7\).*bias=float32\[7, 5\]"),
+    "bias rank": ({"bias": torch.zeros(1, 1, 1, 5, 7)}, ValueError, r"\(2, 4, 5, 7\).*\[1, 1, 1, 5, 7\]"),
+    "bias device": ({"bias": torch.zeros(5, 7, device="meta")}, ValueError, "bias on q's device.*meta"),
+    "kv_lens list": ({"kv_lens": [1, 2]}, TypeError, r"kv_lens as a tensor.*\[1, 2\]"),
+    "kv_lens float": ({"kv_lens": torch.ones(2)}, TypeError, r"int32 or int64.*float32\[2\]"),
+    "kv_lens shape": ({"kv_lens": torch.tensor([1])}, ValueError, r"shape \(2,\).*int64\[1\]"),
+    "kv_lens negative": (
+        {"kv_lens": torch.tensor([-1, 2])},
+        ValueError,
+        "between 0 and seqlen_k = 7; got smallest=-1",
+    ),
+    "kv_lens large": ({"kv_lens": torch.tensor([1, 8])}, ValueError, "between 0 and seqlen_k = 7.*largest=8"),
+    "sinks shape": ({"sinks": torch.zeros(2)}, ValueError, r"shape \(4,\).*float32\[2\]"),
+    "sinks integer": ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, r"float dtype.*int32\[4\]"),
+    "window number": ({"window": 3}, TypeError, "pair.*window=3"),
+    "window triple": ({"window": (1, 2, 3)}, TypeError, r"pair.*\(1, 2, 3\)"),
+    "window negative": ({"window": (-2, 0)}, ValueError, r"non-negative.*\(-2, 0\)"),
+    "window fraction": ({"window": (1.5, 0)}, TypeError, r"integers.*\(1.5, 0\)"),
+    "softcap negative": ({"softcap": -1.0}, ValueError, "softcap > 0.*-1.0"),
+    "softcap infinite": ({"softcap": math.inf}, ValueError, "finite softcap.*inf"),
+    "softcap nan": ({"softcap": math.nan}, ValueError, "finite softcap.*nan"),
+    "scale": ({"scale": math.nan}, ValueError, "finite scale.*nan"),
+    "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*precision='fp8'"),
+    "backend": (
+        {"backend": "cudnn"},
+        ValueError,
+        "no backend 'cudnn' for attention_fwd; there are: .*triton.*reference",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_answered(name):
+    wrong, error, message = BAD[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        adatom.attention(**{"q": Q, "k": KV, "v": KV, **wrong})
+
+
+PACKED = {
+    "q": torch.zeros(6, 4, 8),
+    "k": torch.zeros(9, 2, 8),
+    "v": torch.zeros(9, 2, 8),
+    "cu_seqlens_q": torch.tensor([0, 2, 6]),
+}
+PACKED["cu_seqlens_k"] = torch.tensor([0, 5, 9])
+BAD_PACKED = {
+    "rank": ({"q": Q}, ValueError, r"3-D.*\[2, 4, 5, 8\]"),
+    "tokens": ({"v": torch.zeros(8, 2, 8)}, ValueError, r"same tokens and heads.*v=float32\[8, 2, 8\]"),
+    "list": ({"cu_seqlens_q": [0, 2, 6]}, TypeError, r"cu_seqlens_q as a tensor.*\[0, 2, 6\]"),
+    "float": ({"cu_seqlens_k": torch.tensor([0.0, 5, 9])}, TypeError, r"cu_seqlens_k.*float32\[3\]"),
+    "falling": ({"cu_seqlens_k": torch.tensor([0, 10, 9])}, ValueError, r"never decrease.*\[0, 10, 9\]"),
+    "start": ({"cu_seqlens_k": torch.tensor([1, 5, 9])}, ValueError, r"start at 0.*\[1, 5, 9\]"),
+    "end": ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, ValueError, r"end at 6 tokens.*\[0, 2, 5\]"),
+    "sequences": ({"cu_seqlens_q": torch.tensor([0, 6])}, ValueError, r"both of shape.*int64\[2\].*int64\[3\]"),
+    "none": ({"cu_seqlens_q": torch.tensor([], dtype=torch.int32)}, ValueError, r"both of shape.*int32\[0\]"),
+    "device": ({"cu_seqlens_q": torch.tensor([0, 2, 6], device="meta")}, ValueError, "q's device.*meta"),
+    "bias": ({"bias": torch.zeros(1)}, NotImplementedError, "attention_varlen has none.*pad the batch"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PACKED)
+def test_bad_packed_input_is_answered(name):
+    wrong, error, message = BAD_PACKED[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        adatom.attention_varlen(**{**PACKED, **wrong})
+
+
+def test_the_backend_asked_for_or_none():
+    """An explicit backend never falls back: it says why it cannot."""
+    with pytest.raises(NotImplementedError, match="(?s)nothing can run attention_fwd.*triton: needs a CUDA device"):
+        adatom.attention(Q, KV, KV, backend="triton")
+
+
+@pytest.mark.parametrize("head_dim", [257, 320])
+def test_wide_heads(head_dim):
+    """Kernels end at 256 and say so; PyTorch takes over."""
+    x = torch.randn(1, 2, 5, head_dim, dtype=F64)
+    torch.testing.assert_close(adatom.attention(x, x, x), dense(x, x, x))
+    x = x.float()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NotImplementedError, match=f"8 to 256; got {head_dim}"):
+        patch.setenv("TRITON_INTERPRET", "1")  # as if a kernel could run here
+        adatom.attention(x, x, x, backend="triton")
+
+
+def test_softcap_zero_is_none():
+    torch.testing.assert_close(adatom.attention(Q, KV, KV, softcap=0.0), adatom.attention(Q, KV, KV))
+
+
+# PyTorch's tools -----------------------------------------------------------------------------------------------------
+
+
+def operands(kind):
+    """The arguments of the four operators, for a call with every optional tensor, with none, and for a packed one."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=F64, generator=g)
+
+    if kind == "packed":
+        call = dict(PACKED, q=normal(6, 4, 8), k=normal(9, 2, 8), v=normal(9, 2, 8), sinks=normal(4), causal=True)
+    else:
+        call = {"q": normal(2, 4, 5, 8), "k": normal(2, 2, 7, 8), "v": normal(2, 2, 7, 3)}
+        if kind == "all":
+            call |= {"bias": normal(1, 4, 1, 7), "sinks": normal(4), "kv_lens": torch.tensor([7, 2]), "causal": True}
+            call |= {"window": (3, None), "softcap": 2.0}
+        if kind == "heads inside":
+            call |= {n: x.transpose(1, 2).clone().transpose(1, 2) for n, x in call.items()}
+    x, o, backend = inputs_of(**call)
+    call = (*x, *o, backend)
+    with torch.no_grad():
+        out, lse = op.attention_fwd(*call)
+    like = [None if t is None else torch.randn(t.shape, dtype=F64, generator=g) for t in x[:5]]
+    dout, dlse = (torch.randn(t.shape, dtype=F64, generator=g) for t in (out, lse))
+    bias_grad = x.bias is not None
+    yield op.attention_fwd, call
+    yield op.attention_jvp, (*call, out, lse, *like)
+    yield op.attention_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, bias_grad)
+    yield op.attention_bwd_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, *like, bias_grad)
+
+
+@pytest.mark.parametrize("kind", ["none", "all", "packed", "heads inside"])
+def test_operators_pass_opcheck(kind):
+    """Schemas, fakes and their strides; not autograd's registration, which lies in Functions around the operators."""
+    for operator, args in operands(kind):
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        assert set(torch.library.opcheck(operator, args, test_utils=tests).values()) == {"SUCCESS"}, operator
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    """One graph, forward and backward, around an attention that needs every kind of gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 8), "bias": (4, 5, 7), "sinks": (4,)}
+    leaves = [torch.randn(s, generator=generator).requires_grad_() for s in shapes.values()]
+    kv_lens = torch.tensor([7, 3])
+
+    def f(q, k, v, bias, sinks):
+        out, lse = adatom.attention(
+            q * 2, k, v, bias=bias, sinks=sinks, kv_lens=kv_lens, causal=True, softcap=3.0, return_lse=True
+        )
+        return out.sin().sum() + lse.where(lse > -1e30, 0).cos().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    expected, got = f(*leaves), compiled(*leaves)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves)):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_one_tensor_for_all():
+    """Self-attention without projections, padded and packed."""
+    torch.compiler.reset()
+    x = torch.randn(2, 3, 6, 8, requires_grad=True)
+    padded = torch.compile(lambda x: adatom.attention(x, x, x, causal=True), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(padded(x), adatom.attention(x, x, x, causal=True))
+    cu, y = torch.tensor([0, 2, 6]), torch.randn(6, 3, 8, requires_grad=True)
+    packed = torch.compile(lambda y: adatom.attention_varlen(y, y, y, cu, cu), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(packed(y), adatom.attention_varlen(y, y, y, cu, cu))
+
+
+def test_compile_with_dynamic_lengths():
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k: adatom.attention(q, k, k, causal=True), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for seqlen in (5, 9, 14):
+        q, k = torch.randn(2, 2, seqlen, 8), torch.randn(2, 2, seqlen + 3, 8)
+        torch.testing.assert_close(compiled(q, k), adatom.attention(q, k, k, causal=True))
+
+
+def test_meta_tensors_give_shapes():
+    q, k, v = (torch.empty(2, 4, n, d, device="meta", dtype=torch.bfloat16) for n, d in ((5, 8), (7, 8), (7, 16)))
+    out, lse = adatom.attention(q.requires_grad_(), k, v, return_lse=True)
+    assert out.shape == (2, 4, 5, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 5)
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+def test_autocast_as_sdpa():
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = adatom.attention(q, k, k)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        untouched = adatom.attention(q.double(), k.double(), k.double())
+    assert out.dtype == expected.dtype == torch.bfloat16 and untouched.dtype == F64
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # mixed inputs meet in autocast's dtype
+        assert adatom.attention(q.requires_grad_(), k.bfloat16(), k.half()).dtype == torch.bfloat16
+        adatom.attention(q, k, k).sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_jvp():
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7))
+    bias, tangents = torch.randn(5, 7, dtype=F64), [torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7)]
+
+    def f(attention):
+        return torch.func.jvp(lambda *x: attention(*x, bias=bias, causal=True), (q, k, v), tuple(tangents))
+
+    for got, want in zip(f(adatom.attention), f(dense)):
+        torch.testing.assert_close(got, want)
+
+
+def plain(q, k, v):
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_vmap(recording):
+    q, k = torch.randn(3, 2, 2, 5, 8, dtype=F64), torch.randn(2, 3, 2, 7, 8, dtype=F64)
+    bias = torch.randn(3, 5, 7, dtype=F64)
+    with torch.set_grad_enabled(recording):
+        out = torch.vmap(lambda q, k, b: adatom.attention(q, k, k, bias=b), in_dims=(0, 1, 0))(q, k, bias)
+    expected = torch.stack([adatom.attention(q[i], k[:, i], k[:, i], bias=bias[i]) for i in range(3)])
+    torch.testing.assert_close(out, expected)
+
+
+def test_gradients_of_each_sample():
+    x = torch.randn(3, 1, 2, 5, 8, dtype=F64)
+
+    def f(attention):
+        return torch.vmap(torch.func.grad(lambda x: attention(x, x, x).square().sum()))(x)
+
+    got, want = f(adatom.attention), f(plain)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_whole_jacobians(transform):
+    x = torch.randn(1, 1, 3, 4, dtype=F64)
+
+    def f(attention):
+        return transform(lambda x: attention(x, x, x).square().sum((0, 1, 3)))(x)
+
+    got, want = f(adatom.attention), f(plain)
+    torch.testing.assert_close(got, want)
+
+
+def test_empty_shapes_have_gradients():
+    """No queries, no keys, no batch: zeros of the right shape, and lse -inf where there are queries."""
+    for batch, seqlen_q, seqlen_k in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        q = torch.randn(batch, 2, seqlen_q, 8, dtype=F64, requires_grad=True)
+        k = torch.randn(batch, 2, seqlen_k, 8, dtype=F64, requires_grad=True)
+        out, lse = adatom.attention(q, k, k, return_lse=True)
+        assert out.shape == q.shape and (seqlen_k or (out == 0).all() and (lse == -torch.inf).all())
+        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        dq.sum().backward()
+        assert (k.grad == 0).all() and k.grad.shape == k.shape
