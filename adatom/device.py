@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,14 +36,14 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cuda(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     return Device(
         "cuda",
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
@@ -52,7 +52,7 @@ _pretended: Device | None = None
 
 @contextmanager
 def pretend(device: Device) -> Iterator[None]:
-    """While active, every tensor is taken to lie on `device`: kernels can be chosen and compiled for absent machines."""
+    """While active, every tensor is taken to lie on `device`: for choosing and compiling kernels of absent machines."""
     global _pretended
     before, _pretended = _pretended, device
     try:

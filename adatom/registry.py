@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from adatom.ops.attention import limits as attention
@@ -67,7 +67,7 @@ def rows(op: str) -> tuple[Row, ...]:
     return tuple(row for row in ROWS if row.op == op)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(target: str) -> Callable[..., Any]:
     """The launcher behind `module:function`; its kernel file is imported on first use."""
     module, function = target.split(":")
@@ -96,12 +96,14 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
     if backend is not None and not candidates:
         known = ", ".join(dict.fromkeys(row.backend for row in rows(op)))
         raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {known}")
-    reasons = []
+    reasons: list[str] = []
     for row in candidates:
         reason = row.unfit(problem)
         if reason is None:
             if backend is None and row.backend == "reference" and problem.device.kind == "cuda":
-                warnings.warn(f"adatom: {op} runs the quadratic reference on the GPU: {'; '.join(reasons)}", stacklevel=2)
+                warnings.warn(
+                    f"adatom: {op} runs the quadratic reference on the GPU: {'; '.join(reasons)}", stacklevel=2
+                )
             log.info("%s: %s for %s", op, row.backend, problem)
             return row
         reasons.append(f"{row.backend}: {reason}")

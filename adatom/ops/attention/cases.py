@@ -1,7 +1,8 @@
 """Shapes, inputs, flops and bytes of attention: read by the tests, verify, bench and compile.
 
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
-GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over 2**31 elements.
+GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over
+2**31 elements.
 COMPILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 """
 

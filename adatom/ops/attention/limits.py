@@ -39,7 +39,7 @@ def triton_atomic(p: Problem) -> str | None:
     if reason is not None:
         return reason
     if p.deterministic:
-        return "not deterministic, and that was asked for (torch.use_deterministic_algorithms or backend='deterministic')"
+        return "not deterministic, which torch.use_deterministic_algorithms or backend='deterministic' asks for"
     if p.bias_grad:
         return "computes no gradient of the bias"
     if p.dtype == torch.float32:

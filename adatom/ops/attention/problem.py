@@ -17,7 +17,7 @@ class Inputs(NamedTuple):
     q (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_k, head_dim), v (batch, kv_heads, seqlen_k,
     head_dim_v), last dimension contiguous. Packed form: q (tokens_q, heads, head_dim), k and v alike, with
     cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,).
-    bias: 4-D, each dimension 1 or that of the scores (batch, heads, seqlen_q, seqlen_k); float, or bool (True = attend).
+    bias: 4-D, each dimension 1 or that of the scores (batch, heads, seqlen_q, seqlen_k); float, or bool (True attends).
     sinks: (heads,) float. kv_lens: (batch,) int32.
     """
 

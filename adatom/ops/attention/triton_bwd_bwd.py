@@ -405,8 +405,8 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
 def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, Delta, DK, DV, ColSum,
                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                stride_gb, stride_gh, stride_gm, stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
-               stride_cvb, stride_cvh, stride_cvn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-               stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
+               stride_cvb, stride_cvh, stride_cvn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh,
+               stride_dvn, stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
                heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -542,7 +542,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                                         stride_cm, stride_cn, len_q, n_keys, scale, BIAS, DDBIAS, SOFTCAP)
         dp = dot(do, v.T, None, PRECISION)
         H = dot(do, ddv.T, None, PRECISION)
-        E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H, load_row(Delta + row, m0, len_q, BLOCK_M, 0.0)[:, None],
+        E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H,
+                                 load_row(Delta + row, m0, len_q, BLOCK_M, 0.0)[:, None],
                                  load_row(G + row, m0, len_q, BLOCK_M, 0.0)[:, None],
                                  load_row(U + row, m0, len_q, BLOCK_M, 0.0)[:, None], softcap, SOFTCAP)
         acc += E

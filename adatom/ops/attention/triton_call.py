@@ -48,7 +48,7 @@ def forcing(name: str, config: Config) -> Iterator[None]:
 
 
 def family(arch: int) -> int:
-    """The architecture whose configurations serve `arch`: 90 (TMA, 227 KB of shared memory), 80 (163 KB), 86 (99 KB)."""
+    """The architecture whose configurations serve `arch`: 90 (TMA; 227 KB of shared memory), 80 (163 KB), 86 (99)."""
     if 90 <= arch < 120:
         return 90
     return 80 if arch in (80, 87) else 86
@@ -72,7 +72,7 @@ class Call:
     """One call as the kernels take it."""
 
     def __init__(self, x: Inputs, o: Options) -> None:
-        q, k, v, bias = x.q, x.k, x.v, x.bias
+        q, v, bias = x.q, x.v, x.bias
         self.x, self.o = x, o
         self.device = facts(q.device)
         self.varlen = x.cu_seqlens_q is not None
@@ -128,14 +128,18 @@ class Call:
     def constexprs(self, config: Config, **more: Any) -> dict[str, Any]:
         """The constexprs that every kernel but the forward takes, and its launch options."""
         meta = {key: value for key, value in self.meta.items() if key != "SINKS"}
-        return meta | more | {
-            "EVEN_M": self.even(self.len_q, config.block_m),
-            "EVEN_N": self.even(self.len_k, config.block_n),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
+        return (
+            meta
+            | more
+            | {
+                "EVEN_M": self.even(self.len_q, config.block_m),
+                "EVEN_N": self.even(self.len_k, config.block_n),
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "num_warps": config.num_warps,
+                "num_stages": config.num_stages,
+            }
+        )
 
     def even(self, length: int, block: int) -> bool:
         """Whether every block of that length is whole, known without looking at the device."""
@@ -154,14 +158,16 @@ class Call:
             and not self.varlen
             and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= 2**28
             and all(
-                x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
+                x.data_ptr() % 16 == 0
+                and x.stride(3) == 1
+                and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
                 for x in tensors
             )
         )
 
     def bias_grad(self, wanted: bool) -> tuple[int, bool]:
         """(kind of the bias whose gradient is wanted, or 0; whether that is a full bias that several heads share)."""
-        kind = self.meta["BIAS"] if wanted else 0
+        kind = int(self.meta["BIAS"]) if wanted else 0  # type: ignore[call-overload]
         return kind, kind == 3 and tuple(self.x.bias.shape[:2]) != (self.batch, self.heads)  # type: ignore[union-attr]
 
     def bias_side(self, kind: int, lse: torch.Tensor) -> torch.Tensor:

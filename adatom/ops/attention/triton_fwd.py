@@ -81,7 +81,8 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
     cols = n0 + tl.arange(0, BLOCK_N)
     if SCALE_MAX:  # nothing comes between q k^T and the softmax: scale the maximum and fold the rest into one FMA
         if MASK:
-            s = tl.where(visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+            seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
+            s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASK else m_new
         p = tl.exp2(s * (scale * LOG2E) - m_safe[:, None])
@@ -95,7 +96,8 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
                              tl.arange(0, BLOCK_N)[None, :], stride_bm, stride_bn, len_q - m0, len_k - n0, BIAS)
             s = add_bias(s, tile)
         if MASK:
-            s = tl.where(visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+            seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
+            s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s - m_safe[:, None])
