@@ -217,6 +217,10 @@ def plots(fitted: Fit, record: dict[str, Any]) -> list[str]:
     left.set(xlabel="length", ylabel="ms", title="forward + backward + double backward")
     right.set(xlabel="length", ylabel="MB beyond inputs", title="peak memory")
     left.legend(frameon=False)
+    for axis in (left, right):
+        ticks = list(dict.fromkeys(int(e["case"]) for e in timed))
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.minorticks_off()
     pictures = []
     for figure in (first, second):
         figure.tight_layout()
