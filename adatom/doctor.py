@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -337,7 +337,7 @@ def command(
 ) -> None:
     """Look at this machine: versions, GPUs, rivals, which kernels run, and whether they work."""
     console = Console()
-    with console.status("looking at this machine") if sys.stdout.isatty() and not as_json else console.capture():
+    with nullcontext() if as_json else console.status("looking at this machine"):
         report = examine()
     broken = [check for check in report["checks"] if check["state"] == "broken"]
     if as_json:

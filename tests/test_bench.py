@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import types
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from adatom import evidence, registry
 from adatom.bench import report, rivals, run, timing, tune
 from adatom.cli import app
+from adatom.compat import flash_attn as compat
 from adatom.ops.attention import cases
 from adatom.ops.attention.cases import BF16, F32, Case
 
@@ -195,6 +197,100 @@ def test_what_sdpa_cannot_do_is_refused_in_words(change: dict[str, Any], why: st
         rivals.sdpa_default(case, cases.make(case, CPU))
 
 
+def dense(case: Case, given: dict[str, Any]) -> run.Call:
+    return next(r.bind for r in rivals.RIVALS if r.name == "dense")(case, given)
+
+
+def bound(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rival and adatom compute on a case."""
+    given = cases.make(case, CPU)
+    if "kv_lens" in given:
+        given["kv_lens"] = torch.tensor([20, 23], dtype=torch.int32)
+    plain = [given[n] for n in ("q", "k", "v", "bias") if n in given]
+    call = next(r.bind for r in rivals.RIVALS if r.name == name)(case, given)
+    return call(*plain), run.ours(case, given)(*plain)
+
+
+@pytest.mark.parametrize(
+    "case", [TINY._replace(causal=True, heads=4), BIASED, EVERY_OPTION], ids=lambda case: case.name
+)
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attention_is_asked_the_same_question(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(rivals, "_needs_gpu", lambda given: None)
+    monkeypatch.setattr(rivals, "_compiled_flex", lambda: flex_attention)
+    got, wanted = bound("flex_attention", case)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def fake_flash_attn(unbounded: int | None, tuples: bool) -> Any:
+    """flash-attn's two functions, by adatom's stand-in for them."""
+
+    def window(size: tuple[int | None, int | None]) -> tuple[int, int]:
+        assert all(w == unbounded or (w is not None and w >= 0) for w in size)
+        left, right = (-1 if w is None else w for w in size)
+        return left, right
+
+    def padded(q: Any, k: Any, v: Any, *, window_size: Any = (unbounded, unbounded), **options: Any) -> Any:
+        assert q.shape[:2] == (2, 24)  # (batch, length, heads, dim)
+        out = compat.flash_attn_func(q, k, v, window_size=window(window_size), **options)
+        return (out, None) if tuples else out
+
+    def packed(q: Any, k: Any, v: Any, *, window_size: Any = (unbounded, unbounded), **options: Any) -> Any:
+        out = compat.flash_attn_varlen_func(q, k, v, window_size=window(window_size), **options)
+        return (out, None) if tuples else out
+
+    return types.SimpleNamespace(flash_attn_func=padded, flash_attn_varlen_func=packed)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_2", "flash_attn_3", "flash_attn_4"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["padded", "packed"])
+def test_flash_attn_is_asked_the_same_question(name: str, varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"flash_attn_2": "flash_attn", "flash_attn_3": "flash_attn_interface", "flash_attn_4": "flash_attn.cute"}[
+        name
+    ]
+    four = name == "flash_attn_4"
+    fake = fake_flash_attn(None if four else -1, tuples=four)
+    monkeypatch.setattr(rivals, "_needs_gpu", lambda given: None)
+    monkeypatch.setattr(rivals.importlib, "import_module", lambda wanted: {module: fake}[wanted])
+    case = Case("flash", 2, 4, 2, 24, 24, 16, 16, F32, varlen=varlen, causal=True, window=(7, None), softcap=5.0)
+    monkeypatch.setattr(rivals, "_refuse", lambda case, **does: None)  # float32, so that rounding hides nothing
+    got, wanted = bound(name, case)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_cuequivariance_is_asked_the_same_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    def triangle(q: Any, k: Any, v: Any, bias: Any, scale: float) -> Any:
+        assert q.dim() == 5 and bias.shape == (1, 1, 2, 17, 23)  # (B, N, H, Q, D), (B, 1, H, Q, K)
+        return torch.softmax(q @ k.mT * scale + bias, -1) @ v
+
+    monkeypatch.setattr(rivals, "_needs_gpu", lambda given: None)
+    fake = types.SimpleNamespace(triangle_attention=triangle)
+    monkeypatch.setattr(rivals.importlib, "import_module", lambda wanted: {"cuequivariance_torch": fake}[wanted])
+    got, wanted = bound("cuequivariance", BIASED)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(rivals.Unfit, match="triangle attention"):
+        bound("cuequivariance", BIASED._replace(bias="b11k"))
+
+
+@pytest.mark.parametrize("case", [TINY._replace(causal=True, heads=4, kv_heads=2), BIASED], ids=lambda case: case.name)
+def test_xformers_is_asked_the_same_question(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Any, k: Any, v: Any, attn_bias: Any, scale: float) -> Any:
+        q, k, v = (x.flatten(2, -2).transpose(1, 2) for x in (q, k, v))  # (batch, length, [kv heads, groups], dim)
+        scores = q @ k.mT * scale
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf")) if case.causal else scores
+        out = (torch.softmax(scores if case.causal else scores + attn_bias, -1) @ v).transpose(1, 2)
+        return out.unflatten(2, (2, 2)) if case.heads != case.kv_heads else out
+
+    mask = types.SimpleNamespace(LowerTriangularFromBottomRightMask=object)
+    fake = types.SimpleNamespace(memory_efficient_attention=attend, fmha=types.SimpleNamespace(attn_bias=mask))
+    monkeypatch.setattr(rivals, "_needs_gpu", lambda given: None)
+    monkeypatch.setattr(rivals.importlib, "import_module", lambda wanted: {"xformers.ops": fake}[wanted])
+    got, wanted = bound("xformers", case)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 # comparing ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +300,6 @@ def compare(case: Case, group: str, **contenders: rivals.Bind) -> list[dict[str,
 
 
 def test_second_derivatives_are_timed_in_three_passes() -> None:
-    dense = next(r.bind for r in rivals.RIVALS if r.name == "dense")
     entries = compare(BIASED, "second", dense=dense)
     assert [(e["contender"], e["pass"]) for e in entries] == [
         (name, kind) for name in ("adatom", "dense") for kind in ("forward", "backward", "double backward")
@@ -438,6 +533,40 @@ def test_plots_are_written_in_both_formats(tmp_path: Path) -> None:
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
         report.plot(RECORD, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
+
+
+# on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bench_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Case("half", 2, 4, 4, 512, 512, 64, 64, BF16)
+    groups = {
+        "plain": (half,),
+        "bias": (half._replace(bias="1hqk"),),
+        "second": (half,),
+        "varlen": (half._replace(varlen=True),),
+    }
+    monkeypatch.setattr(cases, "BENCH", groups)
+    record = tmp_path / "gpu.json"
+    result = CliRunner().invoke(app, ["bench", "--quick", "--record", str(record)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(record.read_text())
+    assert {"bf16 matmul", "TF32 matmul", "fp32 matmul", "copy"} == set(found["ceilings"])
+    timed = {(e["group"], e["contender"]) for e in found["entries"] if "ms" in e}
+    assert {(group, "adatom") for group in groups} | {("plain", "sdpa_flash"), ("second", "sdpa_math")} <= timed
+    assert all(e["row"].startswith("triton") for e in found["entries"] if "ms" in e and e["contender"] == "adatom")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_memory_on_a_gpu() -> None:
+    def job() -> Iterator[str]:
+        torch.zeros(1 << 20, device="cuda")
+        yield "step"
+
+    assert timing.peak_bytes(job, torch.device("cuda")) == 4 << 20
 
 
 # tuning ------------------------------------------------------------------------------------------------------------

@@ -203,6 +203,15 @@ def test_demo_writes_a_self_contained_report(tmp_path: Path, short: None) -> Non
     assert "force error fell from" in result.output and "sdpa_math" in result.output
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_demo_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(demo.SIZES, "cuda", (64, 128))
+    result = invoke("demo", "--device", "cuda", "--out", str(tmp_path / "r.html"))
+    assert result.exit_code == 0, result.output
+    assert torch.cuda.get_device_name() in (tmp_path / "r.html").read_text()
+
+
 def test_demo_fails_when_a_derivative_is_wrong(tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def once_differentiable(*args: torch.Tensor) -> torch.Tensor:  # the bias's second derivative is lost
         return demo.dense(*args[:3], args[3].detach() + (args[3] - args[3].detach()) * 1.01)

@@ -57,6 +57,11 @@ def _refuse(case: Case, **does: bool) -> None:
             raise Unfit(f"no {option.replace('_', ' ')}")
 
 
+def _needs_gpu(given: dict[str, Any]) -> None:
+    if given["q"].device.type != "cuda":
+        raise Unfit("needs a GPU")
+
+
 def _scale(case: Case) -> float:
     return case.head_dim**-0.5 if case.scale is None else case.scale
 
@@ -73,8 +78,8 @@ def _sdpa(backend: SDPBackend | None) -> Bind:
         _refuse(case, bias=True, float32=True, head_dim_v=True, gqa=True)
         if case.causal and (case.bias or case.seqlen_q not in (1, case.seqlen_k)):
             raise Unfit("causal only without a bias and with equal lengths")
-        if given["q"].device.type != "cuda" and backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            raise Unfit("needs a GPU")
+        if backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            _needs_gpu(given)
         options: dict[str, Any] = {"is_causal": case.causal and case.seqlen_q > 1, "scale": _scale(case)}
         groups = case.heads // case.kv_heads
 
@@ -140,8 +145,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 def _flex(case: Case, given: dict[str, Any]) -> Call:
     _refuse(case, bias=True, window=True, softcap=True, kv_lens=True, float32=True, head_dim_v=True, gqa=True)
-    if given["q"].device.type != "cuda":
-        raise Unfit("no backward on a CPU")
+    _needs_gpu(given)
     from torch.nn.attention.flex_attention import create_block_mask
 
     torch.compiler.reset()  # or the 8 variants that one function may have run out
@@ -193,8 +197,7 @@ def _flash_attn(module: str, unbounded: int | None, sinks: bool = False) -> Bind
 
     def bind(case: Case, given: dict[str, Any]) -> Call:
         _refuse(case, window=True, softcap=True, varlen=True, gqa=True, sinks=sinks)
-        if given["q"].device.type != "cuda":
-            raise Unfit("needs a GPU")
+        _needs_gpu(given)
         flash = importlib.import_module(module)
         options: dict[str, Any] = {"causal": case.causal, "softmax_scale": _scale(case)}
         if case.window is not None:
@@ -225,8 +228,7 @@ def _flash_attn(module: str, unbounded: int | None, sinks: bool = False) -> Bind
 
 def _xformers(case: Case, given: dict[str, Any]) -> Call:
     _refuse(case, bias=True, float32=True, head_dim_v=True, gqa=True)
-    if given["q"].device.type != "cuda":
-        raise Unfit("needs a GPU")
+    _needs_gpu(given)
     if case.causal and case.bias:
         raise Unfit("no causal mask with a bias")
     ops = importlib.import_module("xformers.ops")
@@ -248,8 +250,7 @@ def _xformers(case: Case, given: dict[str, Any]) -> Call:
 
 def _cuequivariance(case: Case, given: dict[str, Any]) -> Call:
     _refuse(case, bias=True, float32=True)
-    if given["q"].device.type != "cuda":
-        raise Unfit("needs a GPU")
+    _needs_gpu(given)
     if case.bias[:4] != "1hqk" or case.causal:
         raise Unfit("triangle attention: a bias (1, heads, queries, keys) and no causal mask")
     triangle = importlib.import_module("cuequivariance_torch").triangle_attention
