@@ -5,8 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="adatom")
 
 Causal and bidirectional models, padding, sliding windows, a cache, softcaps, sinks and position biases, with all
-gradients. T5 needs 5.17: before, its attention could not be replaced. Dropout of attention is refused: set it to 0 in the
-config, or call model.eval(). Weights are not returned.
+gradients. T5 needs 5.17: before, its attention could not be replaced. Attention dropout is refused: set it to 0 in the
+config, or call model.eval(). Attention weights are not returned.
 
 A mask of every query and key is built only where it must be. What the two functions registered here pass each other:
 

@@ -1,0 +1,49 @@
+"""The examples run, and do what they say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def example(name):
+    """The module examples/<name>.py."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_learned_bias():
+    before, after = example("learned_bias").main()
+    assert after < before / 10
+
+
+def test_forces():
+    before, after = example("forces").main()
+    assert after < before / 2
+
+
+def test_packed():
+    assert example("packed").main() < 1e-5
+
+
+def test_huggingface():
+    pytest.importorskip("transformers", minversion="5.5")
+    assert example("huggingface").main().shape == (2, 20)
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"learned_bias", "forces", "packed", "huggingface"}
