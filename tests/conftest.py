@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
 # Warnings that PyTorch raises at itself: forward mode scripts its decompositions, Dynamo instantiates Functions.
 _PYTORCHS_OWN = (
     r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning",

@@ -24,9 +24,19 @@ def leaf(*shape: int) -> torch.Tensor:
 
 
 def qkv(
-    batch: int = 2, heads: int = 2, kv_heads: int = 2, seqlen_q: int = 4, seqlen_k: int = 5, dim: int = 3, dim_v: int = 3
+    batch: int = 2,
+    heads: int = 2,
+    kv_heads: int = 2,
+    seqlen_q: int = 4,
+    seqlen_k: int = 5,
+    dim: int = 3,
+    dim_v: int = 3,
 ) -> tuple[torch.Tensor, ...]:
-    return leaf(batch, heads, seqlen_q, dim), leaf(batch, kv_heads, seqlen_k, dim), leaf(batch, kv_heads, seqlen_k, dim_v)
+    return (
+        leaf(batch, heads, seqlen_q, dim),
+        leaf(batch, kv_heads, seqlen_k, dim),
+        leaf(batch, kv_heads, seqlen_k, dim_v),
+    )
 
 
 def holes(*shape: int) -> torch.Tensor:
@@ -45,25 +55,25 @@ def dense(x: Inputs, o: Options) -> torch.Tensor:
 # name -> shapes of qkv(), shape of a bias with gradient, whether sinks, other options
 CASES: dict[str, tuple[dict[str, int], tuple[int, ...] | None, bool, dict[str, Any]]] = {
     "plain": ({}, None, False, {}),
-    "gqa, own value dim": (dict(heads=4, kv_heads=2, dim_v=2), None, False, dict(scale=0.7)),
-    "causal": (dict(seqlen_q=5), None, False, dict(causal=True)),
-    "causal, longer keys": (dict(seqlen_q=3), None, False, dict(causal=True)),
-    "causal, rows with nothing": (dict(seqlen_q=6, seqlen_k=3), None, False, dict(causal=True)),
-    "window": ({}, None, False, dict(window=(1, 1))),
-    "softcap": ({}, None, False, dict(softcap=1.2)),
+    "gqa, own value dim": ({"heads": 4, "kv_heads": 2, "dim_v": 2}, None, False, {"scale": 0.7}),
+    "causal": ({"seqlen_q": 5}, None, False, {"causal": True}),
+    "causal, longer keys": ({"seqlen_q": 3}, None, False, {"causal": True}),
+    "causal, rows with nothing": ({"seqlen_q": 6, "seqlen_k": 3}, None, False, {"causal": True}),
+    "window": ({}, None, False, {"window": (1, 1)}),
+    "softcap": ({}, None, False, {"softcap": 1.2}),
     "sinks": ({}, None, True, {}),
-    "kv_lens": (dict(batch=3), None, False, dict(kv_lens=torch.tensor([5, 0, 2]))),
+    "kv_lens": ({"batch": 3}, None, False, {"kv_lens": torch.tensor([5, 0, 2])}),
     "bias full": ({}, (2, 2, 4, 5), False, {}),
     "bias shared by the batch": ({}, (1, 2, 4, 5), False, {}),
     "bias shared by the heads": ({}, (2, 1, 4, 5), False, {}),
     "bias of keys": ({}, (2, 1, 1, 5), False, {}),
-    "bias of queries": ({}, (2, 2, 4, 1), False, dict(softcap=2.0)),
+    "bias of queries": ({}, (2, 2, 4, 1), False, {"softcap": 2.0}),
     "bias of heads": ({}, (2, 1, 1), True, {}),
     "everything": (
-        dict(heads=4, kv_heads=2, dim_v=2),
+        {"heads": 4, "kv_heads": 2, "dim_v": 2},
         (1, 4, 4, 5),
         True,
-        dict(causal=True, window=(3, 0), softcap=1.5, kv_lens=torch.tensor([5, 3])),
+        {"causal": True, "window": (3, 0), "softcap": 1.5, "kv_lens": torch.tensor([5, 3])},
     ),
 }
 
@@ -115,16 +125,16 @@ def test_masked_bias_without_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, dict(causal=True, softcap=1.5, window=(2, None))], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "softcap": 1.5, "window": (2, None)}], ids=["plain", "options"]
+)
 def test_packed(options: dict[str, Any], backend: str) -> None:
     """attention_varlen, with a sequence without queries, one without keys, and sinks."""
     cu_q, cu_k = torch.tensor([0, 3, 3, 5, 7]), torch.tensor([0, 2, 4, 8, 8])
     tensors = leaf(7, 4, 3), leaf(8, 2, 3), leaf(8, 2, 2), leaf(4)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Any:
-        return adatom.attention_varlen(
-            q, k, v, cu_q, cu_k, sinks=sinks, **options, return_lse=True, backend=backend
-        )
+        return adatom.attention_varlen(q, k, v, cu_q, cu_k, sinks=sinks, **options, return_lse=True, backend=backend)
 
     assert gradcheck(call, tensors, check_forward_ad=True, fast_mode=True)
     assert gradgradcheck(call, tensors, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True)
