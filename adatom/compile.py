@@ -165,10 +165,17 @@ def _arguments(op: str, x: Inputs, o: Options) -> tuple[Any, ...]:
     }[op]
 
 
-def _lengths(case: Case) -> tuple[Case, ...]:
-    """The case as it is, and so long that kernels use what pays only at length (tensor descriptors)."""
-    factor = 4 if case.bias else 8
-    return case, case._replace(seqlen_q=case.seqlen_q * factor, seqlen_k=case.seqlen_k * factor)
+def selection(quick: bool) -> tuple[Case, ...]:
+    """The cases of COMPILE, so long that kernels use what pays only at length (tensor descriptors); then short and of
+    odd lengths. Quick: those of QUICK_CASES, only the first of them odd."""
+    chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
+
+    def resized(case: Case, factor: int, more: int) -> Case:
+        lengths = {"seqlen_q": case.seqlen_q * factor + more, "seqlen_k": case.seqlen_k * factor + more}
+        return case._replace(**lengths, name=case.name + (" odd" if more else ""))
+
+    long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
+    return (*long, *(resized(case, 1, -3) for case in chosen if not quick or case.name == QUICK_CASES[0]))
 
 
 class Collector:
@@ -214,17 +221,16 @@ def collect(archs: list[int], chosen: tuple[Case, ...], wanted: Callable[[str], 
     """Every different specialisation that the kernel rows launch for these cases on these architectures."""
     collector = Collector(wanted)
     for case in chosen:
-        for sized in _lengths(case):
-            given = cases.make(sized, "cpu")
-            if case.bias_grad and "bias" in given:
-                given["bias"].requires_grad_(given["bias"].is_floating_point())
-            x, o, _ = inputs_of(**given)
-            for arch, row in itertools.product(archs, kernel_rows()):
-                with device.pretend(DEVICES[arch]):
-                    if row.unfit(problem(x, o)) is not None:
-                        continue
-                run = partial(registry.load(row.target), *_arguments(row.op, x, o))
-                collector.take(arch, row.op, row.backend, case.name, run)
+        given = cases.make(case, "cpu")
+        if case.bias_grad and "bias" in given:
+            given["bias"].requires_grad_(given["bias"].is_floating_point())
+        x, o, _ = inputs_of(**given)
+        for arch, row in itertools.product(archs, kernel_rows()):
+            with device.pretend(DEVICES[arch]):
+                if row.unfit(problem(x, o, x.bias is not None and x.bias.requires_grad)) is not None:
+                    continue
+            run = partial(registry.load(row.target), *_arguments(row.op, x, o))
+            collector.take(arch, row.op, row.backend, case.name, run)
     return list(collector.specs.values())
 
 
@@ -436,10 +442,9 @@ def command(
         console.print("adatom compile: needs Triton, which has Linux wheels: pip install 'adatom[compile]'")
         raise typer.Exit(2)
     archs = _archs(arch, quick, warm)
-    chosen = tuple(c for c in cases.COMPILE if not quick or c.name in QUICK_CASES)
     words = only.split()
     start = time.perf_counter()
-    specs = collect(archs, chosen, lambda text: all(word in text for word in words))
+    specs = collect(archs, selection(quick), lambda text: all(word in text for word in words))
     if not specs:
         console.print(f"adatom compile: nothing matches -k {only!r}")
         raise typer.Exit(2)
