@@ -171,8 +171,8 @@ def selection(quick: bool) -> tuple[Case, ...]:
     chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
 
     def resized(case: Case, factor: int, more: int) -> Case:
-        lengths = {"seqlen_q": case.seqlen_q * factor + more, "seqlen_k": case.seqlen_k * factor + more}
-        return case._replace(**lengths, name=case.name + (" odd" if more else ""))
+        seqlen_q, seqlen_k = (n * factor + more for n in (case.seqlen_q, case.seqlen_k))
+        return case._replace(name=case.name + (" odd" if more else ""), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
     return (*long, *(resized(case, 1, -3) for case in chosen if not quick or case.name == QUICK_CASES[0]))
