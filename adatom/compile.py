@@ -288,6 +288,14 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
     }
 
 
+def _reason(error: BaseException) -> str:
+    """One line. Triton shows the line of the kernel, ending in a caret; what is wrong with it is the cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")] or [""]
+    return f"{type(error).__name__}: {lines[-1]}"
+
+
 def build(spec: Spec) -> Report:
     """Compile one specialisation and read the result; a compiler's exception becomes the report's failure."""
     limit = DEVICES[spec.arch].shared_memory
@@ -308,8 +316,7 @@ def build(spec: Spec) -> Report:
         seconds = time.perf_counter() - start
         found = read_cubin(compiled.asm["cubin"])
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return report._replace(failure=f"{type(error).__name__}: {lines[-1].strip()}")
+        return report._replace(failure=_reason(error))
     report = report._replace(**found, shared=compiled.metadata.shared, seconds=round(seconds, 3))
     if report.shared > limit:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
