@@ -134,17 +134,26 @@ def _launcher(row: Row) -> Callable[..., Any]:
     return row.target if callable(row.target) else registry.load(row.target)
 
 
+def _forward(row: Row, trial: Trial) -> tuple[Tensor, ...]:
+    """(out, lse) by the first fit forward row of the backend of a derivative; () if there is none."""
+    if row.op == "attention_fwd":
+        return ()
+    for forward in registry.rows("attention_fwd"):
+        if row.backend.startswith(forward.backend) and forward.unfit(trial.problem) is None:
+            if forward.backend not in trial.forwards:
+                trial.forwards[forward.backend] = _launcher(forward)(trial.x, trial.o)
+            return trial.forwards[forward.backend]
+    return ()
+
+
 def examine(row: Row, trial: Trial) -> Result:
     """Run a row on a trial and judge what comes out. Whatever it raises is a failure of the row."""
-    name, launcher, posed = trial.case.name, _launcher(row), trial.problem
-    forwards = [r for r in registry.rows("attention_fwd") if row.backend.startswith(r.backend) and not r.unfit(posed)]
-    interpreted = posed.device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
+    name, launcher, device = trial.case.name, _launcher(row), trial.problem.device
+    interpreted = device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
     once = row.backend.endswith("_atomic") or interpreted
     try:
         with poisoned():
-            derivative = row.op != "attention_fwd" and bool(forwards)
-            forward = _launcher(forwards[0])(trial.x, trial.o) if derivative else ()
-            arguments = trial.arguments(row.op, *forward)
+            arguments = trial.arguments(row.op, *_forward(row, trial))
             results = named(row.op, launcher(*arguments))
             again = results if once else named(row.op, launcher(*arguments))
     except Exception as error:
@@ -289,6 +298,8 @@ def _own_case(shape: str, dtype: str, window: str | None, **options: Any) -> Cas
     if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool")):
         hint = "four letters, bhqk or 1 where it broadcasts, then nothing, -inf or -bool: 1hqk, b11k-bool"
         raise typer.BadParameter(f"{hint}; not {bias!r}", param_hint="--bias")
+    if bias and options["varlen"]:
+        raise typer.BadParameter("packed sequences take no bias", param_hint="--bias")
     if window is not None:
         options["window"] = tuple(_numbers(window, (2,), "--window"))
     names: dict[str, Any] = dict(zip(Case._fields[1:8], numbers))

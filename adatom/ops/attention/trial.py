@@ -112,6 +112,7 @@ class Trial:
         self.dd = [
             None if like is None or name in lacks else draw(like, like.dtype) for name, like in zip(COTANGENTS, wants)
         ]
+        self.forwards: dict[str, tuple[Tensor, Tensor]] = {}  # out and lse by backend, for its derivatives
         self._truth: dict[str, Tensors] = {}
         self._formulas: dict[str, Tensors] = {}
 
