@@ -169,7 +169,11 @@ def _finite(lse: Tensor) -> Tensor:
 def _probabilities(x: Inputs, s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | float]:
     """P (batch, heads, seqlen_q, seqlen_k) and Psink (batch, heads, seqlen_q), 0.0 without sinks."""
     lse, sink = _finite(wide(lse)), _sink(x)
-    return torch.exp(s - lse[..., None]), 0.0 if sink is None else torch.exp(sink - lse)
+    p = torch.exp(s - lse[..., None])
+    p_sink: Tensor | float = 0.0 if sink is None else torch.exp(sink - lse)
+    total = p.sum(-1) + p_sink  # 1 but for the rounding of a large lse, and 0 where nothing is seen
+    total = total.masked_fill(total == 0, 1.0)
+    return p / total[..., None], p_sink / total
 
 
 def _into(result: Tensor, value: Tensor) -> Tensor:

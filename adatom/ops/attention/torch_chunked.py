@@ -210,10 +210,17 @@ class _Part:
         self.hide(full, i, j)
         return s, t
 
-    def probabilities(self, q: Tensor, lse: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-        """P (n, group * rows, keys) and tanh(raw / softcap), from lse without infinities."""
+    def probabilities(self, q: Tensor, lse: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """P (n, group * rows, keys), Psink (n, group * rows, 1) if there are sinks, and tanh(raw / softcap)."""
         s, t = self.scores(q, i, j, curved=True)
-        return s.sub_(lse).exp_(), t
+        log = _finite(self.values(lse, i))
+        p = s.sub_(log).exp_()
+        total, p_sink = p.sum(-1, keepdim=True), None
+        if self.x.sinks is not None:
+            p_sink = torch.exp(self.per_head(self.x.sinks, i) - log)
+            total += p_sink
+        total.masked_fill_(total == 0, 1.0)  # else 1, but for the rounding of a large lse
+        return p.div_(total), None if p_sink is None else p_sink.div_(total), t
 
     def add_bias(self, t: Tensor, bias: Tensor, i: slice, j: slice) -> None:
         """Add to a tile the part of a tensor like the bias."""
@@ -339,16 +346,16 @@ def backward(
     for part, blocks in _walk(x, o):
         sum_k, sum_v = torch.zeros_like(part.k), torch.zeros_like(part.v)
         for i, j in blocks:
-            q, do, log = part.rows(x.q, i) * o.scale, part.rows(dout, i), _finite(part.values(lse, i))
+            q, do = part.rows(x.q, i) * o.scale, part.rows(dout, i)
             delta = (do * part.rows(out, i)).sum(-1, keepdim=True)
             if dlse is not None:
                 delta -= part.values(dlse, i)
-            p, t = part.probabilities(q, log, i, j)
+            p, p_sink, t = part.probabilities(q, lse, i, j)
             sum_v[:, j].baddbmm_(p.mT, do)
             ds = torch.bmm(do, part.v[:, j].mT).sub_(delta).mul_(p)
             dbias.add(part, i, j, ds)
-            if x.sinks is not None:
-                dsinks.add(part, -torch.exp(part.per_head(x.sinks, i) - log) * delta)
+            if p_sink is not None:
+                dsinks.add(part, -p_sink * delta)
             if t is not None:
                 ds.mul_(t.square_().neg_().add_(1))
             part.put(dq, i, torch.bmm(ds, part.k[:, j]) * o.scale)
@@ -419,14 +426,13 @@ def backward_backward(
         moves = _Moves(part, (ddq, ddk, ddv, ddbias, ddsinks))
         sum_k, sum_v = torch.zeros_like(part.k), torch.zeros_like(part.v)
         for i, j in blocks:
-            q, do, log = part.rows(x.q, i) * o.scale, part.rows(dout, i), _finite(part.values(lse, i))
+            q, do = part.rows(x.q, i) * o.scale, part.rows(dout, i)
             tq = None if ddq is None else part.rows(ddq, i) * o.scale
             rows_out = part.rows(out, i)
             delta = (do * rows_out).sum(-1, keepdim=True)
             if dlse is not None:
                 delta -= part.values(dlse, i)
-            p, t = part.probabilities(q, log, i, j)
-            p_sink = None if x.sinks is None else torch.exp(part.per_head(x.sinks, i) - log)
+            p, p_sink, t = part.probabilities(q, lse, i, j)
             graw, w = moves.scores(q, tq, t, i, j)
             w.mul_(p)
             tout, g = moves.rows(p, w, p_sink, rows_out, i, j)
@@ -479,10 +485,9 @@ def jvp(
     for part, blocks in _walk(x, o):
         moves = _Moves(part, (tq, tk, tv, tbias, tsinks))
         for i, j in blocks:
-            q, log = part.rows(x.q, i) * o.scale, _finite(part.values(lse, i))
-            p, t = part.probabilities(q, log, i, j)
+            q = part.rows(x.q, i) * o.scale
+            p, p_sink, t = part.probabilities(q, lse, i, j)
             _, g = moves.scores(q, None if tq is None else part.rows(tq, i) * o.scale, t, i, j)
-            p_sink = None if x.sinks is None else torch.exp(part.per_head(x.sinks, i) - log)
             rows, values = moves.rows(p, g.mul_(p), p_sink, part.rows(out, i), i, j)
             part.put(tout, i, rows)
             part.put(tlse, i, values)
