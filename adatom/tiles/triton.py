@@ -55,10 +55,17 @@ def store_tile(X, x, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def load_row(X, start, n, BLOCK: tl.constexpr, other: tl.constexpr):
-    """Elements start.. of the float32 vector at X, [BLOCK]; `other` from n on."""
-    r = start + tl.arange(0, BLOCK)
-    return tl.load(X + r, mask=r < n, other=other)
+def load_row(X, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Elements start.. of one (batch, head) of a float32 (batch, heads, length), [BLOCK]; 0 from n on.
+
+    TMA: X is a descriptor (in a loop, addresses in the layout of a product would fill the registers). Otherwise X
+    points at the first element of (b, h).
+    """
+    if TMA:
+        return X.load([b, h, start]).reshape(BLOCK)
+    else:
+        r = start + tl.arange(0, BLOCK)
+        return tl.load(X + r, mask=r < n, other=0.0)
 
 
 @triton.jit
@@ -119,9 +126,12 @@ def to_tf32(x):
 
 
 @triton.jit
-def load_lse(Lse, start, n, BLOCK: tl.constexpr):
-    """lse in log2 units, [BLOCK]; +inf (all probabilities 0) for rows that see nothing or do not exist."""
-    lse = load_row(Lse, start, n, BLOCK, float("inf"))
+def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """lse in log2 units, [BLOCK]: +inf, under which all probabilities are 0, for rows that see nothing.
+
+    Rows that do not exist read 0. Their probabilities meet zeros only: those of dO, of delta and of every cotangent.
+    """
+    lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
     return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
 
 

@@ -130,7 +130,7 @@ def _delta_kernel(Out, DOut, DLse, Delta, CuQ, stride_ob, stride_oh, stride_om, 
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row = tl.cast(bh, tl.int64) * len_q
     if DLSE:
-        delta -= load_row(DLse + row, m0, len_q, BLOCK_M, 0.0)
+        delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
     rows = m0 + tl.arange(0, BLOCK_M)
     tl.store(Delta + row + rows, delta, mask=rows < len_q)
 
@@ -202,10 +202,10 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
     o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE:
-        delta -= load_row(DLse + row, m0, len_q, BLOCK_M, 0.0)
+        delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
     tl.store(Delta + rows, delta, mask=rows < len_q)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse, m0, len_q, BLOCK_M)
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     rowsum = tl.zeros((BLOCK_M,), tl.float32)
     if LEFT:
@@ -241,8 +241,8 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, DQ, Bias, b, h, m0, n0, 
     j = tl.arange(0, BLOCK_N)[:, None]
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse, m0, len_q, BLOCK_M)
-    delta = load_row(Delta, m0, len_q, BLOCK_M, 0.0)
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)
+    delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)
     raw = dot(k, q.T, None, PRECISION)
     p, t = probabilities(raw, lse[None, :], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
                          scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
@@ -316,24 +316,26 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DQ, DK, DV, ColS
         Q_h = Q if TMA else Q + q_offset
         DOut_h = DOut if TMA else DOut + g_offset
         DQ_h = DQ if TMA else DQ + row * HEAD_DIM
+        Lse_h = Lse if TMA else Lse + row
+        Delta_h = Delta if TMA else Delta + row
         Bias_h = Bias
         if BIAS != NONE:
             Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
         if RIGHT:
             for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse + row, Delta + row, DQ_h, Bias_h, b, h,
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, DQ_h, Bias_h, b, h,
                                           m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
                                           COLSUM, SOFTCAP, LEFT, RIGHT, True, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M,
                                           BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse + row, Delta + row, DQ_h, Bias_h, b, h, m0,
+            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, DQ_h, Bias_h, b, h, m0,
                                       n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
                                       scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP,
                                       False, False, not EVEN_N, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse + row, Delta + row, DQ_h, Bias_h, b, h,
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, DQ_h, Bias_h, b, h,
                                           m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
                                           COLSUM, SOFTCAP, LEFT, RIGHT, True, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M,
@@ -381,8 +383,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                        HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
         v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
                       HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-        lse = load_lse(Lse + row, m0, len_q, BLOCK_M)
-        delta = load_row(Delta + row, m0, len_q, BLOCK_M, 0.0)
+        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+        delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
         raw = dot(q, k.T, None, PRECISION)
         p, _ = probabilities(raw, lse[:, None], Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm,
                              stride_bn, len_q, len_k if not LENS else n_keys, n_keys - len_q, left, right, scale,
@@ -435,11 +437,12 @@ def _kv_pass(
     config = pick(name, KV_CONFIGS if dq is None else ATOMIC_CONFIGS, call)
     dk, dv = empty_like(x.k), empty_like(x.v)
     sums = empty((call.batch, call.heads, 1, call.len_k), x.q, torch.float32) if colsum else lse
-    tma = call.use_tma(config, x.q, dout)
+    tma = call.use_tma(config, x.q, dout) and call.len_q % 4 == 0
     q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
+    rows = tuple(call.row(t, config.block_m) if tma else t for t in (lse, delta))
     dq_tiles = lse if dq is None else call.tile(dq, config.block_m) if tma else dq
     args = (
-        q, x.k, x.v, call.bias, call.lens, *call.cu, lse, do, delta, dq_tiles, dk, dv, sums,
+        q, x.k, x.v, call.bias, call.lens, *call.cu, rows[0], do, rows[1], dq_tiles, dk, dv, sums,
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(dk),
         *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
     )  # fmt: skip

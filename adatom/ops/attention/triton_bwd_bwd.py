@@ -225,7 +225,7 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse + row, m0, len_q, BLOCK_M)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS and DDSINKS:
@@ -258,7 +258,7 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
         do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
         delta = tl.sum(o * do, 1)
         if DLSE:
-            delta -= load_row(DLse + row, m0, len_q, BLOCK_M, 0.0)
+            delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
         tl.store(U + row + rows, tl.sum(ddo * do, 1), mask=rows < len_q)
         tl.store(Delta + row + rows, delta, mask=rows < len_q)
 
@@ -338,10 +338,10 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse + row, m0, len_q, BLOCK_M)
-    delta = load_row(Delta + row, m0, len_q, BLOCK_M, 0.0)
-    g = load_row(G + row, m0, len_q, BLOCK_M, 0.0)
-    u = load_row(U + row, m0, len_q, BLOCK_M, 0.0)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+    delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
+    g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
+    u = load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     rowsum = tl.zeros((BLOCK_M,), tl.float32)
     if LEFT:
@@ -381,10 +381,10 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse, m0, len_q, BLOCK_M)[None, :]
-    delta = load_row(Delta, m0, len_q, BLOCK_M, 0.0)[None, :]
-    g = load_row(G, m0, len_q, BLOCK_M, 0.0)[None, :]
-    u = load_row(U, m0, len_q, BLOCK_M, 0.0)[None, :]
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+    delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+    g = load_row(G, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+    u = load_row(U, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     raw = dot(k, q.T, None, PRECISION)
     p, t = probabilities(raw, lse, Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale,
                          softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
@@ -450,6 +450,10 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
         Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm)
         DDQ_h = DDQ if TMA else DDQ + at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm)
         DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+        Lse_h = Lse if TMA else Lse + row
+        Delta_h = Delta if TMA else Delta + row
+        G_h = G if TMA else G + row
+        U_h = U if TMA else U + row
         Bias_h = Bias
         DDBias_h = DDBias
         if BIAS != NONE:
@@ -458,23 +462,23 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
             DDBias_h = DDBias + at(b, h, 0, stride_cb, stride_ch, 0)
         if RIGHT:
             for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse + row, Delta + row,
-                                          G + row, U + row, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
+                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
+                                          G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
                                           stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
                                           DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
                                           BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse + row, Delta + row,
-                                      G + row, U + row, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
+            dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
+                                      G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
                                       stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left,
                                       right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS,
                                       COLSUM, SOFTCAP, False, False, not EVEN_N, EVEN_M, PRECISION, TMA, BLOCK_M,
                                       BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse + row, Delta + row,
-                                          G + row, U + row, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
+                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
+                                          G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
                                           stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
                                           DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
@@ -533,7 +537,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
                         HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
         raw = dot(q, k.T, None, PRECISION)
-        p, t = probabilities(raw, load_lse(Lse + row, m0, len_q, BLOCK_M)[:, None],
+        p, t = probabilities(raw, load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
                              Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm, stride_bn, len_q,
                              n_keys, n_keys - len_q, left, right, scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT,
                              LEFT or RIGHT or not EVEN_N)
@@ -543,9 +547,9 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         dp = dot(do, v.T, None, PRECISION)
         H = dot(do, ddv.T, None, PRECISION)
         E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H,
-                                 load_row(Delta + row, m0, len_q, BLOCK_M, 0.0)[:, None],
-                                 load_row(G + row, m0, len_q, BLOCK_M, 0.0)[:, None],
-                                 load_row(U + row, m0, len_q, BLOCK_M, 0.0)[:, None], softcap, SOFTCAP)
+                                 load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
+                                 load_row(G + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
+                                 load_row(U + row, b, h, m0, len_q, BLOCK_M, False)[:, None], softcap, SOFTCAP)
         acc += E
     ptr = DBias + (tl.cast(piece, tl.int64) * len_q + m0) * len_k + n0 + i * len_k + j
     tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
@@ -618,10 +622,11 @@ def _kv_pass(
     config = pick("bwd_bwd_kv", KV_CONFIGS, call)
     dk, dv = empty_like(x.k), empty_like(x.v)
     sums = empty((call.batch, call.heads, 1, call.len_k), x.q, torch.float32) if colsum else lse
-    tma = call.use_tma(config, x.q, dout, d.q)
+    tma = call.use_tma(config, x.q, dout, d.q) and call.len_q % 4 == 0
+    row_lse, *rows = (call.row(t, config.block_m) if tma else t for t in (lse, *rows))
     q, ddq, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q, dout))
     args = (
-        q, x.k, x.v, call.bias, call.lens, *call.cu, lse, do, ddq, d.k, d.v, lse if d.bias is None else d.bias, *rows,
+        q, x.k, x.v, call.bias, call.lens, *call.cu, row_lse, do, ddq, d.k, d.v, lse if d.bias is None else d.bias, *rows,
         dk, dv, sums, *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout),
         *call.strides(d.q), *call.strides(d.k), *call.strides(d.v), *call.strides(dk), *call.strides(dv),
         *call.bias_strides, *d.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,

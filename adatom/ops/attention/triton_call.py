@@ -191,6 +191,11 @@ class Call:
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, _pow2(x.shape[-1])])
 
 
+    def row(self, x: torch.Tensor, block: int) -> Any:
+        """A descriptor of x (batch, heads, length), contiguous float32, that loads `block` elements of one head."""
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block])
+
+
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
     return sums.sum_to_size(bias.shape).to(bias.dtype)
