@@ -142,7 +142,7 @@ def _bench(
                     faulthandler.cancel_dump_traceback_later()
                 _write(record, file)
                 progress.advance(task)
-            for sheet in sheets(record, group):
+            for sheet in sheets(record, group) if any(e["group"] == group for e in record["entries"]) else []:
                 console.print(sheet.rich(), soft_wrap=False)
     console.print(host_sheet(record).rich())
     if skipped:
