@@ -13,7 +13,7 @@ demo: $(BIN)/.installed
 	$(BIN)/adatom demo
 
 test: $(BIN)/.installed
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
