@@ -43,7 +43,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_bwd_bwd", "triton", "attention.triton_bwd_bwd:backward_backward", attention.triton),
     Row("attention_bwd_bwd", "torch_chunked", "attention.torch_chunked:backward_backward", attention.torch_chunked),
     Row("attention_bwd_bwd", "reference", "attention.reference:backward_backward", attention.reference),
-    Row("attention_jvp", "triton", "attention.triton_bwd_bwd:jvp", attention.triton),
+    Row("attention_jvp", "triton", "attention.triton_jvp:jvp", attention.triton),
     Row("attention_jvp", "torch_chunked", "attention.torch_chunked:jvp", attention.torch_chunked),
     Row("attention_jvp", "reference", "attention.reference:jvp", attention.reference),
 )

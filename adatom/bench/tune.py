@@ -45,7 +45,7 @@ KERNELS = (
     Kernel("bwd_kv", "attention_bwd", "triton", "triton_bwd:KV_CONFIGS"),
     Kernel("bwd_atomic", "attention_bwd", "triton_atomic", "triton_bwd:ATOMIC_CONFIGS"),
     Kernel("bwd_bias", "attention_bwd", "triton", "triton_bwd:BIAS_CONFIGS", "1hqk"),
-    Kernel("tangent", "attention_bwd_bwd", "triton", "triton_bwd_bwd:TANGENT_CONFIGS"),
+    Kernel("tangent", "attention_bwd_bwd", "triton", "triton_jvp:TANGENT_CONFIGS"),
     Kernel("bwd_bwd_q", "attention_bwd_bwd", "triton", "triton_bwd_bwd:Q_CONFIGS"),
     Kernel("bwd_bwd_kv", "attention_bwd_bwd", "triton", "triton_bwd_bwd:KV_CONFIGS"),
     Kernel("bwd_bwd_bias", "attention_bwd_bwd", "triton", "triton_bwd_bwd:BIAS_CONFIGS", "1hqk"),

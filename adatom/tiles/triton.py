@@ -167,6 +167,20 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def tangent_of(raw_tangent, t, DDBias, i, j, i0, j0, stride_cm, stride_cn, len_q, len_k, scale, BIAS: tl.constexpr,
+                   DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """(G, tangent of scale q k^T) of a tile, from ddq k^T + q ddk^T and the softcap's tanh."""
+    raw_tangent *= scale
+    G = raw_tangent
+    if SOFTCAP:
+        G = raw_tangent * (1.0 - t * t)
+    if DDBIAS:
+        corner = DDBias + bias_offset(i0, j0, stride_cm, stride_cn, BIAS)
+        G += load_bias(corner, i, j, stride_cm, stride_cn, len_q - i0, len_k - j0, BIAS).to(tl.float32)
+    return G, raw_tangent
+
+
+@triton.jit
 def keys_of(m0, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr):
     """Key blocks of the queries m0.. as (begin, whole_begin, whole_end, end).

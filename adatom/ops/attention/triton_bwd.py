@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
-from adatom.ops.attention.triton_call import Call, Config, Configs, pick, reduce_to
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, pick, reduce_to
 from adatom.tiles.launch import launch
 from adatom.tiles.triton import (
     FULL,
@@ -36,13 +36,13 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 Q_CONFIGS: Configs = {
     90: {
-        ("half", 64): Config(128, 64, 8, 3, tma=True),
-        ("half", 128): Config(128, 64, 8, 2, tma=True),
+        ("half", 64): Config(64, 64, 4, 3, tma=True),
+        ("half", 128): Config(128, 64, 8, 3, tma=True),
         ("half", 256): Config(64, 32, 8, 2, tma=True),
-        ("tf32", 64): Config(64, 32, 4, 2),
+        ("tf32", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32", 128): Config(64, 32, 8, 1),
         ("tf32", 256): Config(32, 32, 8, 1),
-        ("tf32x3", 64): Config(64, 32, 4, 1),
+        ("tf32x3", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32x3", 128): Config(32, 32, 8, 1),
         ("tf32x3", 256): Config(32, 16, 8, 1),
         ("ieee", 64): Config(32, 32, 8, 1),
@@ -51,6 +51,8 @@ Q_CONFIGS: Configs = {
     },
 }
 Q_CONFIGS[80] = Q_CONFIGS[90] | {
+    ("tf32", 64): Config(64, 32, 4, 1),
+    ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 64, 4, 2),
     ("half", 128): Config(64, 32, 8, 2),
     ("half", 256): Config(32, 32, 8, 1),
@@ -59,13 +61,13 @@ Q_CONFIGS[86] = Q_CONFIGS[80]
 
 KV_CONFIGS: Configs = {
     90: {
-        ("half", 64): Config(64, 128, 8, 2, tma=True),
-        ("half", 128): Config(64, 128, 8, 2, tma=True),
+        ("half", 64): Config(64, 64, 4, 3, tma=True),
+        ("half", 128): Config(64, 64, 4, 2, tma=True),
         ("half", 256): Config(32, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(32, 64, 4, 2),
+        ("tf32", 64): Config(64, 128, 8, 1),
         ("tf32", 128): Config(32, 64, 8, 1),
         ("tf32", 256): Config(16, 32, 8, 1),
-        ("tf32x3", 64): Config(16, 64, 4, 2),
+        ("tf32x3", 64): Config(64, 128, 8, 1),
         ("tf32x3", 128): Config(16, 64, 8, 1),
         ("tf32x3", 256): Config(16, 32, 8, 1),
         ("ieee", 64): Config(32, 32, 8, 1),
@@ -74,6 +76,8 @@ KV_CONFIGS: Configs = {
     },
 }
 KV_CONFIGS[80] = KV_CONFIGS[90] | {
+    ("tf32", 64): Config(32, 32, 4, 1),
+    ("tf32x3", 64): Config(16, 32, 4, 1),
     ("half", 64): Config(32, 128, 4, 2),
     ("half", 128): Config(32, 64, 4, 2),
     ("half", 256): Config(16, 64, 8, 1),
@@ -108,9 +112,6 @@ BIAS_CONFIGS: Configs = {
 }
 BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
-
-NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]
-
 
 @triton.jit
 def _delta_kernel(Out, DOut, DLse, Delta, CuQ, stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads,

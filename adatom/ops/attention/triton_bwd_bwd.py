@@ -6,28 +6,26 @@ With cotangents ddq, ddk, ddv, ddbias of the first backward (docs/double_backwar
     ddO = P ddv + (P G) V - g O;  u = rowsum(dO ddO);  E = dS (G - g) + P (H - u)
     dQ2 = scale (E K + dS ddk);  dK2 = scale (E^T Q + dS^T ddq);  dV2 = (P (G - g))^T dO;  dbias2 = reduce(E)
 
-Three kernels: over query blocks for ddO, g, u (given tangents for cotangents this is the jvp), over query blocks for
-dQ2, over key blocks for dK2 and dV2; a fourth for a shared bias. All deterministic.
+ddO, g and u come from the kernel of the jvp; one kernel over query blocks gives dQ2, one over key blocks dK2 and dV2, one
+over bias tiles dbias2 where several (batch, head) share it. All deterministic.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, empty_lse, empty_out
-from adatom.ops.attention.triton_call import Call, Config, Configs, broadcast_strides, pick, reduce_to
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, pick, reduce_to
+from adatom.ops.attention.triton_jvp import Directions, tangent_pass
 from adatom.tiles.launch import launch
 from adatom.tiles.triton import (
     FULL,
     KEY,
-    LOG2E,
     NONE,
     QUERY,
     at,
-    bias_offset,
     dot,
     keys_of,
-    load_bias,
     load_lse,
     load_row,
     load_tile,
@@ -36,41 +34,19 @@ from adatom.tiles.triton import (
     queries_of,
     row_at,
     store_tile,
+    tangent_of,
 )
 
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
-TANGENT_CONFIGS: Configs = {
-    90: {
-        ("half", 64): Config(128, 64, 8, 2, tma=True),
-        ("half", 128): Config(64, 64, 4, 2, tma=True),
-        ("half", 256): Config(64, 32, 8, 1, tma=True),
-        ("tf32", 64): Config(64, 32, 4, 2),
-        ("tf32", 128): Config(64, 16, 8, 1),
-        ("tf32", 256): Config(32, 16, 8, 1),
-        ("tf32x3", 64): Config(64, 32, 4, 1),
-        ("tf32x3", 128): Config(32, 32, 8, 1),
-        ("tf32x3", 256): Config(16, 16, 8, 1),
-        ("ieee", 64): Config(32, 16, 8, 1),
-        ("ieee", 128): Config(16, 16, 8, 1),
-        ("ieee", 256): Config(16, 16, 8, 1),
-    },
-}
-TANGENT_CONFIGS[80] = TANGENT_CONFIGS[90] | {
-    ("half", 64): Config(64, 32, 4, 2),
-    ("half", 128): Config(32, 32, 4, 2),
-    ("half", 256): Config(32, 16, 8, 1),
-}
-TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
-
 Q_CONFIGS: Configs = {
     90: {
-        ("half", 64): Config(64, 64, 4, 2, tma=True),
+        ("half", 64): Config(128, 64, 8, 3, tma=True),
         ("half", 128): Config(64, 32, 4, 2, tma=True),
         ("half", 256): Config(32, 32, 8, 1, tma=True),
-        ("tf32", 64): Config(64, 32, 4, 1),
+        ("tf32", 64): Config(128, 64, 8, 2),
         ("tf32", 128): Config(32, 16, 8, 1),
         ("tf32", 256): Config(16, 16, 8, 1),
-        ("tf32x3", 64): Config(64, 32, 4, 1),
+        ("tf32x3", 64): Config(128, 64, 8, 1),
         ("tf32x3", 128): Config(32, 16, 8, 1),
         ("tf32x3", 256): Config(16, 16, 8, 1),
         ("ieee", 64): Config(32, 16, 8, 1),
@@ -79,6 +55,8 @@ Q_CONFIGS: Configs = {
     },
 }
 Q_CONFIGS[80] = Q_CONFIGS[90] | {
+    ("tf32", 64): Config(64, 32, 4, 1),
+    ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 32, 4, 2),
     ("half", 128): Config(32, 32, 4, 1),
     ("half", 256): Config(16, 16, 4, 1),
@@ -90,10 +68,10 @@ KV_CONFIGS: Configs = {
         ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(32, 64, 8, 1, tma=True),
         ("half", 256): Config(16, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(32, 64, 4, 1),
+        ("tf32", 64): Config(32, 128, 8, 1),
         ("tf32", 128): Config(16, 32, 8, 1),
         ("tf32", 256): Config(16, 16, 8, 1),
-        ("tf32x3", 64): Config(16, 64, 4, 1),
+        ("tf32x3", 64): Config(32, 128, 8, 1),
         ("tf32x3", 128): Config(16, 32, 8, 1),
         ("tf32x3", 256): Config(16, 16, 8, 1),
         ("ieee", 64): Config(16, 32, 8, 1),
@@ -102,6 +80,8 @@ KV_CONFIGS: Configs = {
     },
 }
 KV_CONFIGS[80] = KV_CONFIGS[90] | {
+    ("tf32", 64): Config(32, 32, 4, 1),
+    ("tf32x3", 64): Config(16, 32, 4, 1),
     ("half", 64): Config(32, 64, 4, 1),
     ("half", 128): Config(16, 64, 8, 1),
     ("half", 256): Config(16, 32, 8, 1),
@@ -127,23 +107,6 @@ BIAS_CONFIGS: Configs = {
 BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
 
-NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]
-
-
-@triton.jit
-def _tangent(raw_tangent, t, DDBias, i, j, i0, j0, stride_cm, stride_cn, len_q, len_k, scale, BIAS: tl.constexpr,
-             DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """(G, tangent of scale q k^T) of a tile, from ddq k^T + q ddk^T and the softcap's tanh."""
-    raw_tangent *= scale
-    G = raw_tangent
-    if SOFTCAP:
-        G = raw_tangent * (1.0 - t * t)
-    if DDBIAS:
-        corner = DDBias + bias_offset(i0, j0, stride_cm, stride_cn, BIAS)
-        G += load_bias(corner, i, j, stride_cm, stride_cn, len_q - i0, len_k - j0, BIAS).to(tl.float32)
-    return G, raw_tangent
-
-
 @triton.jit
 def _cotangents(p, t, G, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP: tl.constexpr):
     """(E, what multiplies K and Q, what multiplies ddk and ddq, W) of a tile."""
@@ -155,112 +118,6 @@ def _cotangents(p, t, G, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP: tl.c
         return E, E * slope - ds * (2.0 / softcap) * t * slope * raw_tangent, ds * slope, p * W
     else:
         return E, E, ds, p * W
-
-
-@triton.jit
-def _tangent_step(q, ddq, lse, acc, g, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k, stride_kn, stride_vn,
-                  stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale,
-                  softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                  LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-                  PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.arange(0, BLOCK_M)[:, None]
-    j = tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    raw = dot(q, k.T, None, PRECISION)
-    raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
-    p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
-    G, _ = _tangent(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS, DDBIAS,
-                    SOFTCAP)
-    pg = p * G
-    g += tl.sum(pg, 1)
-    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    acc = dot(p.to(v.dtype), ddv, acc, PRECISION)
-    return dot(pg.to(v.dtype), v, acc, PRECISION), g
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, DDQ, DDK, DDV, DDBias, DDSinks,
-                    DDOut, G, U, Delta,
-                    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                    stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
-                    stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
-                    stride_cvb, stride_cvh, stride_cvn, stride_ddb, stride_ddh, stride_ddm,
-                    stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-                    heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
-                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                    BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-                    RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
-                    VARLEN: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
-                    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr):
-    """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes."""
-    row_length = len_q
-    b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
-                                                         len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
-    if VARLEN:
-        if block * BLOCK_M >= len_q:
-            return
-    hk = h // (heads // kv_heads)
-    row = row_at(b, h, heads, start_q, row_length, VARLEN)
-    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
-    DDOut += at(b, h, start_q, stride_ddb, stride_ddh, stride_ddm)
-    if not TMA:
-        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        DDQ += at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm)
-        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
-        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
-        DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn)
-        DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn)
-    if BIAS != NONE:
-        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
-    if DDBIAS:
-        DDBias += at(b, h, 0, stride_cb, stride_ch, 0)
-    m0 = block * BLOCK_M
-    rows = m0 + tl.arange(0, BLOCK_M)
-    offset = len_k - len_q
-    begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    g = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS and DDSINKS:
-        g += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse) * tl.load(DDSinks + h).to(tl.float32)
-    if LEFT:
-        for n0 in range(begin, whole_begin, BLOCK_N):
-            acc, g = _tangent_step(q, ddq, lse, acc, g, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
-                                   stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
-                                   stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, False, PRECISION, TMA, BLOCK_M,
-                                   BLOCK_N)
-    for n0 in range(whole_begin, whole_end, BLOCK_N):
-        acc, g = _tangent_step(q, ddq, lse, acc, g, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
-                               stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
-                               stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                               BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
-    if RIGHT or not EVEN_N:
-        for n0 in range(whole_end, end, BLOCK_N):
-            acc, g = _tangent_step(q, ddq, lse, acc, g, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
-                                   stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
-                                   stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, False, PRECISION, TMA, BLOCK_M,
-                                   BLOCK_N)
-    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
-    ddo = acc - g[:, None] * o
-    store_tile(DDOut, ddo, m0, stride_ddm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    tl.store(G + row + rows, g, mask=rows < len_q)
-    if SECOND:
-        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
-        do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
-        delta = tl.sum(o * do, 1)
-        if DLSE:
-            delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-        tl.store(U + row + rows, tl.sum(ddo * do, 1), mask=rows < len_q)
-        tl.store(Delta + row + rows, delta, mask=rows < len_q)
 
 
 @triton.jit
@@ -280,7 +137,7 @@ def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBi
     p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
                          scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
     raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
-    G, raw_tangent = _tangent(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS,
+    G, raw_tangent = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS,
                               DDBIAS, SOFTCAP)
     dp = dot(do, v.T, None, PRECISION)
     H = dot(do, ddv.T, None, PRECISION)
@@ -389,7 +246,7 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
     p, t = probabilities(raw, lse, Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale,
                          softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
     raw_tangent = dot(ddk, q.T, dot(k, ddq.T, None, PRECISION), PRECISION)
-    tangent, raw_tangent = _tangent(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale,
+    tangent, raw_tangent = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale,
                                     BIAS, DDBIAS, SOFTCAP)
     dp = dot(v, do.T, None, PRECISION)
     H = dot(ddv, do.T, None, PRECISION)
@@ -542,7 +399,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                              n_keys, n_keys - len_q, left, right, scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT,
                              LEFT or RIGHT or not EVEN_N)
         raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
-        tangent, raw_tangent = _tangent(raw_tangent, t, DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, n0,
+        tangent, raw_tangent = tangent_of(raw_tangent, t, DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, n0,
                                         stride_cm, stride_cn, len_q, n_keys, scale, BIAS, DDBIAS, SOFTCAP)
         dp = dot(do, v.T, None, PRECISION)
         H = dot(do, ddv.T, None, PRECISION)
@@ -555,45 +412,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
 
 
-class _Directions:
-    """The cotangents of the first backward, or tangents of the inputs, as the kernels take them: absent ones are 0."""
-
-    def __init__(self, x: Inputs, *given: torch.Tensor | None) -> None:
-        self.q, self.k, self.v = (torch.zeros_like(t) if d is None else d for d, t in zip(given[:3], x[:3]))
-        self.bias, self.sinks = given[3:]
-        self.bias_strides = (0, 0, 0, 0) if self.bias is None else broadcast_strides(self.bias)
-
-
-def _tangent_pass(
-    call: Call, d: _Directions, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """ddO, g; with dout also u and delta."""
-    x = call.x
-    config = pick("tangent", TANGENT_CONFIGS, call)
-    ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
-    u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
-    tma = call.use_tma(config, x.q, x.k, x.v, d.q, d.k, d.v)
-    q, ddq = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q))
-    k, v, ddk, ddv = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v, d.k, d.v))
-    args = (
-        q, k, v, call.bias, call.sinks, call.lens, *call.cu, out, lse, out if dout is None else dout,
-        lse if dlse is None else dlse, ddq, ddk, ddv, lse if d.bias is None else d.bias,
-        lse if d.sinks is None else d.sinks, ddout, g, u, delta,
-        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out),
-        *call.strides(out if dout is None else dout), *call.strides(d.q), *call.strides(d.k), *call.strides(d.v),
-        *call.strides(ddout), *call.bias_strides, *d.bias_strides, *call.counts(), call.scale, call.o.softcap,
-    )  # fmt: skip
-    meta = call.constexprs(
-        config, DDBIAS=d.bias is not None, SINKS=x.sinks is not None, DDSINKS=d.sinks is not None,
-        SECOND=dout is not None, DLSE=dlse is not None, TMA=tma,
-    )  # fmt: skip
-    launch(_tangent_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
-    return ddout, g, u, delta
-
-
 def _q_pass(
-    call: Call, d: _Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...], dbias: int
+    call: Call, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...], dbias: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dq2, and what DBIAS says: the tiles of dbias2, the row sums of E, or nothing."""
     x = call.x
@@ -615,7 +435,7 @@ def _q_pass(
 
 
 def _kv_pass(
-    call: Call, d: _Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...], colsum: bool
+    call: Call, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...], colsum: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dk2, dv2 and the column sums of E."""
     x = call.x
@@ -626,8 +446,8 @@ def _kv_pass(
     row_lse, *rows = (call.row(t, config.block_m) if tma else t for t in (lse, *rows))
     q, ddq, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q, dout))
     args = (
-        q, x.k, x.v, call.bias, call.lens, *call.cu, row_lse, do, ddq, d.k, d.v, lse if d.bias is None else d.bias, *rows,
-        dk, dv, sums, *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout),
+        q, x.k, x.v, call.bias, call.lens, *call.cu, row_lse, do, ddq, d.k, d.v, lse if d.bias is None else d.bias,
+        *rows, dk, dv, sums, *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout),
         *call.strides(d.q), *call.strides(d.k), *call.strides(d.v), *call.strides(dk), *call.strides(dv),
         *call.bias_strides, *d.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
     )  # fmt: skip
@@ -637,7 +457,7 @@ def _kv_pass(
 
 
 def _bias_pass(
-    call: Call, d: _Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...]
+    call: Call, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """dbias2 of a full bias that several (batch, head) share."""
     x = call.x
@@ -662,8 +482,8 @@ def backward_backward(
     ddsinks: torch.Tensor | None, bias_grad: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """dq2, dk2, dv2, dbias2, dsinks2, ddout, ddlse, bit for bit the same on every run."""
-    call, d = Call(x, o), _Directions(x, ddq, ddk, ddv, ddbias, ddsinks)
-    ddout, g, u, delta = _tangent_pass(call, d, out, lse, dout, None if dlse is None else dlse.contiguous())
+    call, d = Call(x, o), Directions(x, ddq, ddk, ddv, ddbias, ddsinks)
+    ddout, g, u, delta = tangent_pass(call, d, out, lse, dout, None if dlse is None else dlse.contiguous())
     rows = (g, u, delta)
     kind, shared = call.bias_grad(bias_grad)
     dq, side = _q_pass(call, d, lse, dout, rows, NONE.value if shared or kind == KEY.value else kind)
@@ -680,12 +500,3 @@ def backward_backward(
         moved = g if d.sinks is None else g - d.sinks.float().view((-1, 1) if call.varlen else (1, -1, 1))
         dsinks = call.sink_grad(lse, u - delta * moved)
     return dq, dk, dv, dbias, dsinks, ddout, g
-
-
-def jvp(
-    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, tq: torch.Tensor | None, tk: torch.Tensor | None,
-    tv: torch.Tensor | None, tbias: torch.Tensor | None, tsinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Tangents of out and lse along tangents of the inputs."""
-    ddout, g, _, _ = _tangent_pass(Call(x, o), _Directions(x, tq, tk, tv, tbias, tsinks), out, lse, None, None)
-    return ddout, g

@@ -28,6 +28,7 @@ class Config(NamedTuple):
     spill: int = 0
 
 
+NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]  # numbers that vary freely
 Configs = dict[int, dict[tuple[str, int], Config]]
 _INTERPRETED = Config(16, 16, 4, 1)
 _forced: dict[str, Config] = {}

@@ -32,13 +32,13 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
-        ("half", 64): Config(128, 128, 8, 3, tma=True),
-        ("half", 128): Config(128, 128, 8, 2, tma=True),
+        ("half", 64): Config(128, 64, 8, 3, tma=True),
+        ("half", 128): Config(64, 64, 4, 3, tma=True),
         ("half", 256): Config(128, 64, 8, 2, tma=True),
-        ("tf32", 64): Config(128, 64, 8, 2),
+        ("tf32", 64): Config(128, 32, 8, 1),
         ("tf32", 128): Config(128, 32, 8, 2),
         ("tf32", 256): Config(64, 32, 8, 1),
-        ("tf32x3", 64): Config(64, 32, 4, 2),
+        ("tf32x3", 64): Config(128, 32, 8, 1),
         ("tf32x3", 128): Config(64, 32, 8, 1),
         ("tf32x3", 256): Config(32, 32, 8, 1),
         ("ieee", 64): Config(64, 32, 8, 1),

@@ -1,0 +1,213 @@
+"""Forward mode of attention in Triton, sm_80 and up: the tangents of out and lse, in one pass over query blocks.
+
+    G = scale (tq K^T + Q tk^T) + tbias;  g = rowsum(P G) = tangent of lse;  tangent of out = P tv + (P G) V - g O
+
+The second derivative begins with the same pass, its cotangents in the place of tangents (docs/double_backward.md).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, broadcast_strides, pick
+from adatom.tiles.launch import launch
+from adatom.tiles.triton import (
+    LOG2E,
+    NONE,
+    at,
+    dot,
+    keys_of,
+    load_lse,
+    load_row,
+    load_tile,
+    locate,
+    probabilities,
+    row_at,
+    store_tile,
+    tangent_of,
+)
+
+# (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
+TANGENT_CONFIGS: Configs = {
+    90: {
+        ("half", 64): Config(64, 64, 4, 3, tma=True),
+        ("half", 128): Config(64, 64, 4, 2, tma=True),
+        ("half", 256): Config(64, 32, 8, 1, tma=True),
+        ("tf32", 64): Config(128, 64, 8, 2, tma=True),
+        ("tf32", 128): Config(64, 16, 8, 1),
+        ("tf32", 256): Config(32, 16, 8, 1),
+        ("tf32x3", 64): Config(128, 64, 8, 1),
+        ("tf32x3", 128): Config(32, 32, 8, 1),
+        ("tf32x3", 256): Config(16, 16, 8, 1),
+        ("ieee", 64): Config(32, 16, 8, 1),
+        ("ieee", 128): Config(16, 16, 8, 1),
+        ("ieee", 256): Config(16, 16, 8, 1),
+    },
+}
+TANGENT_CONFIGS[80] = TANGENT_CONFIGS[90] | {
+    ("tf32", 64): Config(64, 32, 4, 1),
+    ("tf32x3", 64): Config(32, 32, 4, 1),
+    ("half", 64): Config(64, 32, 4, 2),
+    ("half", 128): Config(32, 32, 4, 2),
+    ("half", 256): Config(32, 16, 8, 1),
+}
+TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
+
+
+@triton.jit
+def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k, stride_kn,
+                  stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale,
+                  softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+                  BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+                  LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+                  PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
+    ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
+    raw = dot(q, k.T, None, PRECISION)
+    raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
+    p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+    G, _ = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS, DDBIAS,
+                    SOFTCAP)
+    pg = p * G
+    g += tl.sum(pg, 1)
+    l += tl.sum(p, 1)
+    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
+    ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
+    acc = dot(p.to(v.dtype), ddv, acc, PRECISION)
+    return dot(pg.to(v.dtype), v, acc, PRECISION), g, l
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, DDQ, DDK, DDV, DDBias, DDSinks,
+                    DDOut, G, U, Delta,
+                    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                    stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
+                    stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
+                    stride_cvb, stride_cvh, stride_cvn, stride_ddb, stride_ddh, stride_ddm,
+                    stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
+                    heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                    BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+                    RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
+                    VARLEN: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
+                    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr):
+    """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes."""
+    row_length = len_q
+    b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
+                                                         len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
+    if VARLEN:
+        if block * BLOCK_M >= len_q:
+            return
+    hk = h // (heads // kv_heads)
+    row = row_at(b, h, heads, start_q, row_length, VARLEN)
+    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
+    DDOut += at(b, h, start_q, stride_ddb, stride_ddh, stride_ddm)
+    if not TMA:
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
+        DDQ += at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
+        DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn)
+        DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn)
+    if BIAS != NONE:
+        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
+    if DDBIAS:
+        DDBias += at(b, h, 0, stride_cb, stride_ch, 0)
+    m0 = block * BLOCK_M
+    rows = m0 + tl.arange(0, BLOCK_M)
+    offset = len_k - len_q
+    begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    g = tl.zeros((BLOCK_M,), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        l += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse)
+    if SINKS and DDSINKS:
+        g += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse) * tl.load(DDSinks + h).to(tl.float32)
+    if LEFT:
+        for n0 in range(begin, whole_begin, BLOCK_N):
+            acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
+                                   stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
+                                   stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, False, PRECISION, TMA, BLOCK_M,
+                                   BLOCK_N)
+    for n0 in range(whole_begin, whole_end, BLOCK_N):
+        acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
+                               stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
+                               stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                               BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    if RIGHT or not EVEN_N:
+        for n0 in range(whole_end, end, BLOCK_N):
+            acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
+                                   stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
+                                   stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, False, PRECISION, TMA, BLOCK_M,
+                                   BLOCK_N)
+    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
+    l = tl.where(l == 0.0, 1.0, l)
+    g = g / l
+    ddo = acc / l[:, None] - g[:, None] * o
+    store_tile(DDOut, ddo, m0, stride_ddm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    tl.store(G + row + rows, g, mask=rows < len_q)
+    if SECOND:
+        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+        do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
+        delta = tl.sum(o * do, 1)
+        if DLSE:
+            delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
+        tl.store(U + row + rows, tl.sum(ddo * do, 1), mask=rows < len_q)
+        tl.store(Delta + row + rows, delta, mask=rows < len_q)
+
+
+class Directions:
+    """The cotangents of the first backward, or tangents of the inputs, as the kernels take them: absent ones are 0."""
+
+    def __init__(self, x: Inputs, *given: torch.Tensor | None) -> None:
+        self.q, self.k, self.v = (torch.zeros_like(t) if d is None else d for d, t in zip(given[:3], x[:3]))
+        self.bias, self.sinks = given[3:]
+        self.bias_strides = (0, 0, 0, 0) if self.bias is None else broadcast_strides(self.bias)
+
+
+def tangent_pass(
+    call: Call, d: Directions, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """ddO, g; with dout also u and delta."""
+    x = call.x
+    config = pick("tangent", TANGENT_CONFIGS, call)
+    ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
+    u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
+    tma = call.use_tma(config, x.q, x.k, x.v, d.q, d.k, d.v)
+    q, ddq = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q))
+    k, v, ddk, ddv = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v, d.k, d.v))
+    args = (
+        q, k, v, call.bias, call.sinks, call.lens, *call.cu, out, lse, out if dout is None else dout,
+        lse if dlse is None else dlse, ddq, ddk, ddv, lse if d.bias is None else d.bias,
+        lse if d.sinks is None else d.sinks, ddout, g, u, delta,
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out),
+        *call.strides(out if dout is None else dout), *call.strides(d.q), *call.strides(d.k), *call.strides(d.v),
+        *call.strides(ddout), *call.bias_strides, *d.bias_strides, *call.counts(), call.scale, call.o.softcap,
+    )  # fmt: skip
+    meta = call.constexprs(
+        config, DDBIAS=d.bias is not None, SINKS=x.sinks is not None, DDSINKS=d.sinks is not None,
+        SECOND=dout is not None, DLSE=dlse is not None, TMA=tma,
+    )  # fmt: skip
+    launch(_tangent_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
+    return ddout, g, u, delta
+
+
+def jvp(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, tq: torch.Tensor | None, tk: torch.Tensor | None,
+    tv: torch.Tensor | None, tbias: torch.Tensor | None, tsinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Tangents of out and lse along tangents of the inputs."""
+    ddout, g, _, _ = tangent_pass(Call(x, o), Directions(x, tq, tk, tv, tbias, tsinks), out, lse, None, None)
+    return ddout, g
