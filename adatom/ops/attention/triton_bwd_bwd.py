@@ -6,8 +6,8 @@ With cotangents ddq, ddk, ddv, ddbias of the first backward (docs/double_backwar
     ddO = P ddv + (P G) V - g O;  u = rowsum(dO ddO);  E = dS (G - g) + P (H - u)
     dQ2 = scale (E K + dS ddk);  dK2 = scale (E^T Q + dS^T ddq);  dV2 = (P (G - g))^T dO;  dbias2 = reduce(E)
 
-ddO, g and u come from the kernel of the jvp; one kernel over query blocks gives dQ2, one over key blocks dK2 and dV2, one
-over bias tiles dbias2 where several (batch, head) share it. All deterministic.
+ddO, g and u come from the kernel of the jvp; a kernel over query blocks gives dQ2, one over key blocks dK2 and dV2,
+one over bias tiles dbias2 where several (batch, head) share it. All deterministic.
 """
 
 import torch

@@ -57,8 +57,8 @@ TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
 
 @triton.jit
 def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k, stride_kn,
-                  stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale,
-                  softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+                  stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
+                  scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
                   BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
                   LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
                   PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
