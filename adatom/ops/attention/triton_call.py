@@ -18,14 +18,14 @@ _L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H10
 
 class Config(NamedTuple):
     """How a kernel is tiled: block_m queries x block_n keys, warps, pipeline stages; tma: operands by tensor
-    descriptor; spill: bytes of registers it may spill."""
+    descriptor; spill: bytes of registers it may spill (options cost registers)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     tma: bool = False
-    spill: int = 0
+    spill: int = 512
 
 
 NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]  # numbers that vary freely
