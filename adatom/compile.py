@@ -466,7 +466,7 @@ def command(
             json.dumps({"versions": versions, "failures": len(failures), "kernels": listed}, indent=1) + "\n"
         )
     else:
-        Console().print(table(reports))
+        Console(width=None if sys.stdout.isatty() else 160).print(table(reports))
     for r in failures:
         console.print(
             f"FAILED {r.arch} {r.kernel} {_tile(r.meta)} ({r.case}): {r.failure}",
