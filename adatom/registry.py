@@ -23,20 +23,27 @@ if os.environ.get("ADATOM_LOG"):
 
 
 class Row(NamedTuple):
-    """One kernel: the op it implements, its backend's name, its launcher `module:function` under adatom.ops, and
-    `unfit(problem)`, which returns None or why this kernel cannot take the problem."""
+    """One kernel: the op it implements, its backend's name, its launcher `module:function` under adatom.ops,
+    `unfit(problem)`, which returns None or why this kernel cannot take the problem, and whether it returns the same
+    bits on every run."""
 
     op: str
     backend: str
     target: str
     unfit: Callable[[Any], str | None]
+    deterministic: bool = True
+
+    def refuses(self, problem: Any) -> str | None:
+        """Why this row does not take the problem; None if it does."""
+        if problem.deterministic and not self.deterministic:
+            return "not deterministic, which torch.use_deterministic_algorithms or backend='deterministic' asks for"
+        return self.unfit(problem)
 
 
 ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
-    Row("attention_bwd", "triton_atomic", "attention.triton_bwd:backward_atomic", attention.triton_atomic),
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
@@ -81,7 +88,7 @@ def _asked(problem: Any, backend: str | None) -> tuple[Any, str | None]:
 
 
 def _family(backend: str, name: str) -> bool:
-    """Whether a row called `name` serves `backend=`: its own name, or a variant of it (triton -> triton_atomic)."""
+    """Whether a row called `name` serves `backend=`: its own name, or a variant of it (`name_...`)."""
     return name == backend or name.startswith(backend + "_")
 
 
@@ -98,7 +105,7 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
         raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {known}")
     reasons: list[str] = []
     for row in candidates:
-        reason = row.unfit(problem)
+        reason = row.refuses(problem)
         if reason is None:
             if backend is None and row.backend == "reference" and problem.device.kind == "cuda":
                 warnings.warn(
@@ -115,7 +122,7 @@ def verdicts(op: str, problem: Any, backend: str | None = None) -> list[Verdict]
     problem, backend = _asked(problem, backend)
     out, taken = [], False
     for row in rows(op):
-        reason = row.unfit(problem)
+        reason = row.refuses(problem)
         if reason is None and backend is not None and not _family(backend, row.backend):
             reason = f"backend={backend!r} was asked for"
         out.append(Verdict(op, row.backend, reason is None and not taken, reason))

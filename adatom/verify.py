@@ -7,9 +7,9 @@ An output passes if
     its relative L2 error          <= 2 x PyTorch's + a rounding floor (trial.floor), and
     the error of its worst row     <= 4 x that of PyTorch's worst row + 4 floors
 
-(worst rows scatter more), and it has the right shape and dtype, is finite exactly where the truth is, and, for rows not
-called *_atomic, comes out bit for bit the same when run again. Fresh buffers are filled with NaN beforehand, and NaN
-never passes. The ratio that is reported is error / allowed error, the worse of the two criteria.
+(worst rows scatter more), and it has the right shape and dtype, is finite exactly where the truth is, and, for
+deterministic rows, comes out bit for bit the same when run again. Fresh buffers are filled with NaN beforehand, and
+NaN never passes. The ratio that is reported is error / allowed error, the worse of the two criteria.
 
 A row of a derivative is given out and lse by the first forward row of its own backend, as in use; if its backend has
 none, by the truth, rounded to their dtypes. So a wrong forward also fails the derivatives of its backend, and no other.
@@ -150,7 +150,7 @@ def examine(row: Row, trial: Trial) -> Result:
     """Run a row on a trial and judge what comes out. Whatever it raises is a failure of the row."""
     name, launcher, device = trial.case.name, _launcher(row), trial.problem.device
     interpreted = device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
-    once = row.backend.endswith("_atomic") or interpreted
+    once = not row.deterministic or interpreted
     try:
         with poisoned():
             arguments = trial.arguments(row.op, *_forward(row, trial))
@@ -183,7 +183,7 @@ def passes_of(op: str) -> tuple[str, ...]:
 
 
 def rows_of(op: str, backend: str | None = None) -> tuple[Row, ...]:
-    """The rows of an op's passes; with `backend`, those of that name and its variants (triton, triton_atomic)."""
+    """The rows of an op's passes; with `backend`, those of that name and its variants."""
     rows = (row for p in passes_of(op) for row in registry.rows(p))
     return tuple(r for r in rows if backend is None or r.backend == backend or r.backend.startswith(backend + "_"))
 
@@ -201,7 +201,7 @@ def examine_case(case: Case, rows: Sequence[Row], device: torch.device) -> list[
         return []
     trial = Trial(case, device)
     posed = trial.problem
-    fit = [row for row in rows if row.unfit(posed) is None]
+    fit = [row for row in rows if row.refuses(posed) is None]
     if case.huge:  # PyTorch's rows would need several times the memory
         fit = [row for row in fit if evidence.on_gpu(row.target)]
     results = [examine(row, trial) for row in fit]
@@ -435,7 +435,7 @@ def command(
 
         results = run(op, todo, rows, where, processes, done)
     posed = problem(*api.inputs_of(**attention.make(todo[0], where))[:2])
-    console.print(table(results, rows, {row: row.unfit(posed) or "fit for no case" for row in rows}))
+    console.print(table(results, rows, {row: row.refuses(posed) or "fit for no case" for row in rows}))
     console.print("worst: error / allowed error, which PyTorch's own error in the same precision sets")
     if record is not None:
         evidence.write(record, machine(where), proofs(results, rows))

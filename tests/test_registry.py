@@ -92,13 +92,17 @@ def test_unknown_backend_lists_the_known_ones():
         choose("attention_fwd", posed(), "cudnn")
 
 
-def test_deterministic_leaves_atomic_rows_out():
+def test_deterministic_leaves_rows_that_vary_out(monkeypatch):
+    fast = registry.Row("attention_bwd", "fast", "attention.reference:backward", lambda p: None, deterministic=False)
+    monkeypatch.setattr(registry, "ROWS", (fast, *registry.ROWS))
+    registry.choose.cache_clear()
     free, bound = posed(), posed()._replace(deterministic=True)
-    assert any(name.endswith("_atomic") for name in chosen(free).values())
-    assert not any(name.endswith("_atomic") for name in chosen(bound).values())
+    assert chosen(free)["bwd"] == "fast"
+    assert chosen(bound)["bwd"] == "triton"
     assert chosen(free, "deterministic") == chosen(bound)
     with pytest.raises(NotImplementedError, match="not deterministic"):
-        choose("attention_bwd", bound, "triton_atomic")
+        choose("attention_bwd", bound, "fast")
+    registry.choose.cache_clear()
 
 
 def test_deterministic_is_torchs_flag():
@@ -109,13 +113,6 @@ def test_deterministic_is_torchs_flag():
     finally:
         torch.use_deterministic_algorithms(before)
     assert posed().deterministic == before
-
-
-def test_atomic_row_leaves_bias_gradients_to_the_others():
-    wanted = posed(bias=torch.zeros(4, 128, 128, requires_grad=True))
-    given = posed(bias=torch.zeros(4, 128, 128))
-    assert chosen(wanted)["bwd"] == "triton"
-    assert chosen(given)["bwd"] == "triton_atomic"
 
 
 def test_reasons_are_words_and_the_first_fit_row_is_chosen():

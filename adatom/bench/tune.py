@@ -43,7 +43,6 @@ KERNELS = (
     Kernel("fwd", "attention_fwd", "triton", "triton_fwd:CONFIGS"),
     Kernel("bwd_q", "attention_bwd", "triton", "triton_bwd:Q_CONFIGS"),
     Kernel("bwd_kv", "attention_bwd", "triton", "triton_bwd:KV_CONFIGS"),
-    Kernel("bwd_atomic", "attention_bwd", "triton_atomic", "triton_bwd:ATOMIC_CONFIGS"),
     Kernel("bwd_bias", "attention_bwd", "triton", "triton_bwd:BIAS_CONFIGS", "1hqk"),
     Kernel("tangent", "attention_bwd_bwd", "triton", "triton_jvp:TANGENT_CONFIGS"),
     Kernel("bwd_bwd_q", "attention_bwd_bwd", "triton", "triton_bwd_bwd:Q_CONFIGS"),
@@ -86,10 +85,9 @@ class Found(NamedTuple):
 def keys(names: list[str]) -> list[Key]:
     """The keys that `names` ask for, each a kernel ("fwd"), or a kernel with kind and dim ("fwd half 64"); all if none.
 
-    float32 sums dq in registers, so bwd_atomic has no float32 lines to tune. Raises ValueError for what does not exist.
+    Raises ValueError for what does not exist.
     """
     known = [Key(k, kind, dim) for k in KERNELS for kind in KINDS for dim in DIMS]
-    known = [key for key in known if key.kernel.name != "bwd_atomic" or key.kind == "half"]
     found = [key for key in known if not names or any(f"{key} ".startswith(f"{name} ") for name in names)]
     if not found:
         raise ValueError(f"nothing to tune called {', '.join(names)}; there are: {', '.join(k.name for k in KERNELS)}")

@@ -31,17 +31,3 @@ def triton(p: Problem) -> str | None:
         if dim % 8 or not 8 <= dim <= 256:
             return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
     return None
-
-
-def triton_atomic(p: Problem) -> str | None:
-    """The one-pass backward: dq is summed by atomics, so its last bits vary."""
-    reason = triton(p)
-    if reason is not None:
-        return reason
-    if p.deterministic:
-        return "not deterministic, which torch.use_deterministic_algorithms or backend='deterministic' asks for"
-    if p.bias_grad:
-        return "computes no gradient of the bias"
-    if p.dtype == torch.float32:
-        return "float32 accumulates dq in registers instead (the deterministic row)"
-    return None

@@ -3,9 +3,9 @@
     P = exp(S - lse);  dP = dO V^T;  dS = P (dP - delta);  delta = rowsum(dO O) - dlse
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dbias = reduce(dS);  dsinks = -sum exp(sink - lse) delta
 
-`backward` is deterministic: one kernel over query blocks (dQ, delta), one over key blocks (dK, dV), and, where one bias
-slice serves several (batch, head), one over bias tiles. `backward_atomic` computes each tile once, in the kernel over
-key blocks, and adds dQ to a float32 buffer by atomics. Source: Dao, arXiv:2307.08691; docs/double_backward.md.
+One kernel over query blocks (dQ, delta), one over key blocks (dK, dV), and, where one bias slice serves several (batch,
+head), one over bias tiles: each sum has one owner, so nothing varies from run to run. Computing every tile once and
+adding dQ by atomics was slower on an H100 (docs/tuning.md). Source: Dao, arXiv:2307.08691; docs/double_backward.md.
 """
 
 import torch
@@ -84,16 +84,6 @@ KV_CONFIGS[80] = KV_CONFIGS[90] | {
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
 
-ATOMIC_CONFIGS: Configs = {
-    90: KV_CONFIGS[90] | {
-        ("half", 64): Config(64, 128, 8, 2, tma=True),
-        ("half", 128): Config(64, 128, 8, 2, tma=True),
-        ("half", 256): Config(32, 64, 8, 1, tma=True),
-    },
-    80: KV_CONFIGS[80],
-    86: KV_CONFIGS[86],
-}
-
 BIAS_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(64, 64, 4, 2),
@@ -112,28 +102,6 @@ BIAS_CONFIGS: Configs = {
 }
 BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
-
-@triton.jit
-def _delta_kernel(Out, DOut, DLse, Delta, CuQ, stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads,
-                  len_q, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, VARLEN: tl.constexpr, DLSE: tl.constexpr,
-                  BLOCK_M: tl.constexpr):
-    """delta = rowsum(dO O) - dlse. Packed tokens are one long row of queries here: sequences do not matter."""
-    n_blocks = tl.cdiv(len_q, BLOCK_M)
-    block = tl.program_id(0) % n_blocks
-    bh = tl.program_id(0) // n_blocks
-    b = bh // heads
-    h = bh % heads
-    m0 = block * BLOCK_M
-    o = load_tile(Out + at(b, h, 0, stride_ob, stride_oh, stride_om), 0, 0, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
-                  BLOCK_DV, False, False)
-    do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), 0, 0, m0, stride_gm, len_q, BLOCK_M,
-                   HEAD_DIM_V, BLOCK_DV, False, False)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row = tl.cast(bh, tl.int64) * len_q
-    if DLSE:
-        delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-    rows = m0 + tl.arange(0, BLOCK_M)
-    tl.store(Delta + row + rows, delta, mask=rows < len_q)
 
 
 @triton.jit
@@ -232,11 +200,11 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
 
 
 @triton.jit
-def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, DQ, Bias, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
+def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
              stride_bm, stride_bn, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
              HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
              COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
-             ATOMIC: tl.constexpr, EVEN_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+             EVEN_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[None, :]
     j = tl.arange(0, BLOCK_N)[:, None]
@@ -254,35 +222,24 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, DQ, Bias, b, h, m0, n0, 
         colsum += tl.sum(ds, 1)
     if SOFTCAP:
         ds *= 1.0 - t * t
-    ds = ds.to(q.dtype)
-    dk = dot(ds, q, dk, PRECISION)
-    if ATOMIC:
-        dq = tl.dot(ds.T, k)
-        if TMA:
-            DQ.atomic_add([b, h, m0, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
-        else:
-            r = tl.arange(0, BLOCK_M)[:, None]
-            d = tl.arange(0, BLOCK_D)[None, :]
-            tl.atomic_add(DQ + m0 * HEAD_DIM + r * HEAD_DIM + d, dq, mask=(r < len_q - m0) & (d < HEAD_DIM),
-                          sem="relaxed")
+    dk = dot(ds.to(q.dtype), q, dk, PRECISION)
     return dk, dv, colsum
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DQ, DK, DV, ColSum,
+def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                stride_gb, stride_gh, stride_gm, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
                stride_bb, stride_bh, stride_bm, stride_bn,
                heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-               LENS: tl.constexpr, VARLEN: tl.constexpr, ATOMIC: tl.constexpr, EVEN_M: tl.constexpr,
+               LENS: tl.constexpr, VARLEN: tl.constexpr, EVEN_M: tl.constexpr,
                EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
                BLOCK_N: tl.constexpr):
     """dK and dV of a block of keys, summed over the query heads that share them; also the column sums of dS.
 
-    Tiles are transposed, keys x queries, so that P^T and dS^T are left operands. ATOMIC: dQ / scale is added to DQ,
-    float32 (batch, heads, length, dim).
+    Tiles are transposed, keys x queries, so that P^T and dS^T are left operands.
     """
     row_length = len_q
     keys = len_k
@@ -316,7 +273,6 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DQ, DK, DV, ColS
         g_offset = at(b, h, start_q, stride_gb, stride_gh, stride_gm)
         Q_h = Q if TMA else Q + q_offset
         DOut_h = DOut if TMA else DOut + g_offset
-        DQ_h = DQ if TMA else DQ + row * HEAD_DIM
         Lse_h = Lse if TMA else Lse + row
         Delta_h = Delta if TMA else Delta + row
         Bias_h = Bias
@@ -324,22 +280,22 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DQ, DK, DV, ColS
             Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
         if RIGHT:
             for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, DQ_h, Bias_h, b, h,
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h,
                                           m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M,
+                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
                                           BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, DQ_h, Bias_h, b, h, m0,
+            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0,
                                       n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
                                       scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP,
-                                      False, False, not EVEN_N, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                                      False, False, not EVEN_N, EVEN_M, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, DQ_h, Bias_h, b, h,
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h,
                                           m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, ATOMIC, EVEN_M, PRECISION, TMA, BLOCK_M,
+                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
                                           BLOCK_N)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
@@ -395,19 +351,6 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
 
 
-def _delta(call: Call, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
-    x = call.x
-    shape = (call.heads, call.len_q) if call.varlen else x.q.shape[:3]
-    delta = empty(shape, x.q, torch.float32)
-    block = 64
-    batch = 1 if call.varlen else call.batch
-    args = (out, dout, delta if dlse is None else dlse, delta, call.cu[0], *call.strides(out), *call.strides(dout))
-    meta = {key: call.meta[key] for key in ("HEAD_DIM_V", "BLOCK_DV", "VARLEN")}
-    meta |= dict(DLSE=dlse is not None, BLOCK_M=block, num_warps=4)
-    launch(_delta_kernel, -(-call.len_q // block) * batch * call.heads, (*args, call.heads, call.len_q), meta)
-    return delta
-
-
 def _q_pass(
     call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, dbias: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -430,24 +373,22 @@ def _q_pass(
 
 
 def _kv_pass(
-    call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool, dq: torch.Tensor | None
+    call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dk, dv and the column sums of dS; adds dQ / scale to dq if given."""
+    """dk, dv and the column sums of dS."""
     x = call.x
-    name = "bwd_kv" if dq is None else "bwd_atomic"
-    config = pick(name, KV_CONFIGS if dq is None else ATOMIC_CONFIGS, call)
+    config = pick("bwd_kv", KV_CONFIGS, call)
     dk, dv = empty_like(x.k), empty_like(x.v)
     sums = empty((call.batch, call.heads, 1, call.len_k), x.q, torch.float32) if colsum else lse
     tma = call.use_tma(config, x.q, dout) and call.len_q % 4 == 0
     q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
     rows = tuple(call.row(t, config.block_m) if tma else t for t in (lse, delta))
-    dq_tiles = lse if dq is None else call.tile(dq, config.block_m) if tma else dq
     args = (
-        q, x.k, x.v, call.bias, call.lens, *call.cu, rows[0], do, rows[1], dq_tiles, dk, dv, sums,
+        q, x.k, x.v, call.bias, call.lens, *call.cu, rows[0], do, rows[1], dk, dv, sums,
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(dk),
         *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, COLSUM=colsum, ATOMIC=dq is not None, TMA=tma)
+    meta = call.constexprs(config, COLSUM=colsum, TMA=tma)
     launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), args, meta, config.spill)
     return dk, dv, sums
 
@@ -478,7 +419,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     kind, shared = call.bias_grad(bias_grad)
     dq, delta, side = _q_pass(call, out, lse, dout, dlse, NONE.value if shared or kind == KEY.value else kind)
-    dk, dv, colsum = _kv_pass(call, lse, dout, delta, kind == KEY.value, None)
+    dk, dv, colsum = _kv_pass(call, lse, dout, delta, kind == KEY.value)
     dbias = None
     if shared:
         dbias = _bias_pass(call, lse, dout, delta)
@@ -487,17 +428,3 @@ def backward(
     elif kind != NONE.value:
         dbias = reduce_to(colsum if kind == KEY.value else side[..., None], x.bias)
     return dq, dk, dv, dbias, None if x.sinks is None else call.sink_grad(lse, delta)
-
-
-def backward_atomic(
-    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    bias_grad: bool,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, no dbias, dsinks; dq is summed in an order that varies."""
-    call = Call(x, o)
-    delta = _delta(call, out, dout, None if dlse is None else dlse.contiguous())
-    sums = x.q.new_zeros(x.q.shape if not call.varlen else (call.heads, call.len_q, call.head_dim), dtype=torch.float32)
-    dk, dv, _ = _kv_pass(call, lse, dout, delta, False, sums)
-    dq = empty_like(x.q)
-    torch.mul(sums.transpose(0, 1) if call.varlen else sums, o.scale, out=dq)
-    return dq, dk, dv, None, None if x.sinks is None else call.sink_grad(lse, delta)
