@@ -17,14 +17,13 @@ none, by the truth, rounded to their dtypes. So a wrong forward also fails the d
 
 from __future__ import annotations
 
-import concurrent.futures
 import datetime
 import math
-import multiprocessing
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -156,6 +155,8 @@ def examine(row: Row, trial: Trial) -> Result:
             arguments = trial.arguments(row.op, *_forward(row, trial))
             results = named(row.op, launcher(*arguments))
             again = results if once else named(row.op, launcher(*arguments))
+            if device.kind == "cuda":
+                torch.cuda.synchronize()  # a crash shows here
     except Exception as error:
         words = (str(error).strip() or "nothing said").splitlines()[0]
         return Result(row.op, row.backend, name, "", math.inf, f"raised {type(error).__name__}: {words}")
@@ -204,11 +205,25 @@ def examine_case(case: Case, rows: Sequence[Row], device: torch.device) -> list[
     fit = [row for row in rows if row.refuses(posed) is None]
     if case.huge:  # PyTorch's rows would need several times the memory
         fit = [row for row in fit if evidence.on_gpu(row.target)]
-    results = [examine(row, trial) for row in fit]
+    results = []
+    for row in fit:
+        if alive(device):
+            results.append(examine(row, trial))
+        else:
+            results.append(Result(row.op, row.backend, case.name, "", math.inf, "not run: an earlier kernel crashed"))
     del trial
-    if device.type == "cuda":
+    if device.type == "cuda" and alive(device):
         torch.cuda.empty_cache()
     return results
+
+
+def alive(device: torch.device) -> bool:
+    """Whether this process can still use the device: after an illegal access, nothing runs on a GPU any more."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def run(
@@ -236,16 +251,55 @@ def run(
             done(some)
 
     shared = [case for case in todo if not case.huge] if jobs > 1 else []
-    if shared:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
-            futures = [pool.submit(examine_case, case, chosen, where) for case in shared]
-            for future in concurrent.futures.as_completed(futures):
-                collect(future.result())
+    for some in spread(shared, chosen, where, jobs):
+        collect(some)
     for case in todo:
         if not shared or case.huge:
             collect(examine_case(case, chosen, where))
     return results
+
+
+def spread(cases: Sequence[Case], rows: Sequence[Row], device: torch.device, jobs: int) -> Iterator[list[Result]]:
+    """The results of each case, examined by `jobs` processes. One whose GPU crashed is replaced."""
+    context = torch.multiprocessing.get_context("spawn")
+    todo, found = context.SimpleQueue(), context.SimpleQueue()
+    for case in (*cases, *[None] * jobs):
+        todo.put(case)
+
+    def start() -> Any:
+        process = context.Process(target=_examine_all, args=(todo, found, rows, device), daemon=True)
+        process.start()
+        return process
+
+    processes = [start() for _ in range(min(jobs, len(cases)))]
+    try:
+        for _ in cases:
+            while found.empty() and any(process.is_alive() for process in processes):
+                time.sleep(0.05)
+            if found.empty():
+                raise RuntimeError("adatom: the processes that examine kernels died")
+            results, crashed = found.get()
+            if crashed:
+                processes.append(start())
+            yield results
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _examine_all(todo: Any, found: Any, rows: Sequence[Row], device: torch.device) -> None:
+    """What a process does: cases from `todo`, until there is none or the GPU no longer answers."""
+    torch.set_num_threads(1)
+    while (case := todo.get()) is not None:
+        try:
+            results = examine_case(case, rows, device)
+        except Exception as error:
+            words = f"could not be judged: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            results = [Result(row.op, row.backend, case.name, "", math.inf, words) for row in rows]
+        crashed = not alive(device)
+        found.put((results, crashed))
+        if crashed:
+            return
 
 
 def shrunk(case: Case, seqlen: int) -> Case:

@@ -112,8 +112,8 @@ def logits_and_gradients(model, ids, mask):
     if mask is not None:
         logits = logits[mask[:, : logits.shape[1]].bool()]
     model.zero_grad()
-    weights = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
-    (logits * weights).sum().backward()
+    weights = torch.randn(logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (logits * weights.to(logits)).sum().backward()
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 

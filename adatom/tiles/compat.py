@@ -3,6 +3,28 @@
 from adatom.device import interpreting
 
 
+def direct(compiled, programs, device, rest):
+    """A function of the first arguments of a compiled kernel that launches it on a device's current stream.
+
+    compiled: what Triton returns from a launch, which has one dimension of `programs`. rest: the other arguments, in
+    order, constexprs included. Pointers may be tensors or addresses. Profilers that hook into Triton are served.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of = driver.active.get_current_stream
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+    def launch(args):
+        if any(getattr(hook, "calls", hook) for hook in hooks):
+            compiled[programs, 1, 1](*args, *rest)
+        else:
+            run(programs, 1, 1, stream_of(device), function, packed, None, None, None, *args, *rest)
+
+    return launch
+
+
 def _mend_interpreter() -> None:
     """What Triton's interpreter leaves out of a dot: it multiplies bfloat16 as the raw 16-bit integers it keeps, and
     TF32 operands with all their bits. Widen the first, cut the second as tensor cores do."""

@@ -10,8 +10,16 @@ import torch
 from torch.autograd import forward_ad
 
 from adatom.check import require
-from adatom.ops.attention.op import Attention, CompiledAttention, attention_fwd
-from adatom.ops.attention.problem import Inputs, Options, Problem, problem
+from adatom.ops.attention.op import (
+    Attention,
+    CompiledAttention,
+    apply_attention,
+    attention_fwd,
+    on_device,
+    ready,
+    signature,
+)
+from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -70,8 +78,12 @@ def attention(
     Source: Vaswani et al., arXiv:1706.03762; tiling after Dao, arXiv:2307.08691; second derivative:
     docs/double_backward.md.
     """
-    x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
-    out, lse = _call(x, o, backend)
+    plan = _planned((q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision), backend)
+    if plan is None:
+        x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
+        out, lse = _call(x, o, backend)
+    else:
+        out, lse = plan.call(q, k, v, bias, sinks, kv_lens, None, None)
     return (out, lse) if return_lse else out
 
 
@@ -142,8 +154,59 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
     if torch.compiler.is_compiling():
         return CompiledAttention.apply(*_distinct(x), *o, backend)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
-        return Attention.apply(*x, *o, backend)
+        return Attention.apply(*x, *o, backend, None)
     return attention_fwd(*x, *o, backend)
+
+
+class _Plan:
+    """A call that was checked before: its options, launcher and memo. Python's way to the GPU is long; this is the
+    short one, past argument checks, PyTorch's dispatcher and the choice of a kernel."""
+
+    def __init__(self, key: Any, x: Inputs, o: Options, backend: str | None) -> None:
+        self.o, self.backend = o, backend
+        self.launch, self.memo = ready(("attention", key), "attention_fwd", x, o, backend, False)
+
+    def call(self, *tensors: torch.Tensor | None) -> Any:
+        """(out, lse) of the eight tensors of `Inputs`, differentiable if one of them wants it."""
+        if forward_ad._current_level >= 0 or (
+            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        ):
+            return apply_attention(*tensors, *self.o, self.backend, self)
+        return self(*tensors)
+
+    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+        return on_device(self.launch, Remembered.of(tensors, self.memo), self.o)
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _planned(args: tuple[Any, ...], backend: str | None) -> _Plan | None:
+    """The plan of a call, `args` being those of `_checked`; None for those that are traced, transformed, cast or
+    copied, and for tensors that are not on a GPU."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.is_autocast_enabled("cuda")
+    ):
+        return None
+    key = signature(args)
+    if key is None:
+        return None
+    try:
+        plan = _plans.get((key, backend))
+    except TypeError:  # a list among the arguments
+        return None
+    if plan is None:
+        x, o = _checked(*args)
+        q, k, v, bias, *_, sinks, kv_lens, _, _ = args
+        if any(a is not b for a, b in zip(x, (q, k, v, bias, sinks, kv_lens))):
+            return None
+        if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
+            _plans.clear()
+        plan = _plans[key, backend] = _Plan((key, backend), x, o, backend)
+    return plan
 
 
 def _distinct(x: Inputs) -> Inputs:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from adatom.ops.attention.problem import Inputs, Options, absent, empty_like, empty_lse, empty_out, problem
+from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
 
 _TENSORS = (
@@ -46,14 +46,55 @@ _N_OPTIONS = len(Options._fields)
 _N_CALL = _N_INPUTS + _N_OPTIONS + 1  # the tensors, the options, the backend
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ready: dict[Any, tuple[Any, dict[str, Any]]] = {}  # signature of a call -> its launcher, and the launcher's memo
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that a choice of kernel and its launch depend on, hashable; None unless all tensors are plain, on a GPU."""
+    key: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if type(x) not in _PLAIN or not _on_gpu(x) or x.is_neg():
+                return None
+            key.append((x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16))
+        else:
+            key.append(x)
+    return tuple(key)
+
+
+def ready(key: Any, op: str, x: Inputs, o: Options, backend: str | None, bias_grad: bool) -> tuple[Any, dict[str, Any]]:
+    """The launcher for a call whose signature is `key`, and the memo that its calls share."""
+    found = _ready.get(key)
+    if found is None:
+        if len(_ready) >= 4096:  # lengths that never repeat must not fill the memory
+            _ready.clear()
+        found = _ready[key] = load(choose(op, problem(x, o, bias_grad), backend).target), {}
+    return found
+
+
+def on_device(launch: Any, x: Inputs, *rest: Any) -> tuple[torch.Tensor | None, ...]:
+    """launch(x, *rest), with x's device the current one."""
+    if x.q.is_cuda and x.q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.q.device):
+            return launch(x, *rest)
+    return launch(x, *rest)
+
+
 def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch.Tensor | None, ...]:
     """Choose a row for the call that `args` begins with, and launch it with the rest of `args`."""
     x, o, backend = Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS : _N_CALL - 1]), args[_N_CALL - 1]
-    launch = load(choose(op, problem(x, o, bias_grad), backend).target)
-    if x.q.is_cuda and x.q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.q.device):
-            return launch(x, o, *args[_N_CALL:])
-    return launch(x, o, *args[_N_CALL:])
+    key = signature(args)
+    if key is None:
+        launch = load(choose(op, problem(x, o, bias_grad), backend).target)
+    else:
+        launch, memo = ready((op, key), op, x, o, backend, bias_grad)
+        x = Remembered.of(x, memo)
+    return on_device(launch, x, o, *args[_N_CALL:])
 
 
 def _rows_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -134,30 +175,39 @@ attention_jvp = _ops.attention_jvp.default
 
 
 class Attention(Function):
-    """(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, *options, backend) -> (out, lse)."""
+    """(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, *options, backend, plan) -> (out, lse).
+
+    plan: None, or what computes (out, lse) of the eight tensors in place of the operator.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return attention_fwd(*args)
+        *call, plan = args
+        return attention_fwd(*call) if plan is None else plan(*call[:_N_INPUTS])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         tensors = (*inputs[:_N_INPUTS], *output)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.options = inputs[_N_INPUTS:]
+        ctx.options = inputs[_N_INPUTS:_N_CALL]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        return _backward_of_attention(ctx, dout, dlse, AttentionBackward.apply)
+        further = torch.is_grad_enabled()  # the gradients are to be differentiated
+        return *_backward_of_attention(ctx, dout, dlse, AttentionBackward.apply if further else attention_bwd), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *inputs, out, lse = ctx.saved_tensors
         return AttentionJvp.apply(*inputs, *ctx.options, out.detach(), lse.detach(), *tangents[:5])
+
+
+# Function.apply binds arguments by name for functorch; without functorch this is the same, in half the time.
+apply_attention = super(Function, Attention).apply
 
 
 class CompiledAttention(Function):

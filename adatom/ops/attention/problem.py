@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,18 @@ class Inputs(NamedTuple):
     kv_lens: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+
+
+class Remembered(Inputs):
+    """Inputs with a memo: where launchers keep what follows from shapes and options alone, for the next such call."""
+
+    memo: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor | None], memo: dict[str, Any]) -> Remembered:
+        self = cls(*tensors)  # type: ignore[arg-type]
+        self.memo = memo
+        return self
 
 
 class Options(NamedTuple):

@@ -13,8 +13,20 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
-from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, pick, reduce_to
-from adatom.tiles.launch import launch
+from adatom.ops.attention.triton_call import (
+    NO_SPECIALIZE,
+    Call,
+    Config,
+    Configs,
+    bias_grad,
+    bias_side,
+    column_sums,
+    pick,
+    reduce_to,
+    remembered,
+    sink_grad,
+)
+from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -351,80 +363,96 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
 
 
-def _q_pass(
-    call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, dbias: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, delta, and what DBIAS says: the tiles of dbias, the row sums of dS, or nothing."""
-    x = call.x
+def _q_launch(
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool, dbias: int
+) -> Launch:
+    call = Call(x, o)
     config = pick("bwd_q", Q_CONFIGS, call)
-    dq, delta = empty_like(x.q), empty_like(lse)
-    side = call.bias_side(dbias, lse)
     tma = call.use_tma(config, x.q, x.k, x.v, dout)
-    q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
-    k, v = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v))
-    args = (
-        q, k, v, call.bias, call.lens, *call.cu, out, lse, do, lse if dlse is None else dlse, delta, dq, side,
+    scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.strides(dout),
-        *call.strides(dq), *call.bias_strides, *call.counts(), call.scale, call.o.softcap,
+        *call.strides(dq), *call.bias_strides, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, DBIAS=dbias, DLSE=dlse is not None, TMA=tma)
-    launch(_q_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
+    meta = call.constexprs(config, DBIAS=dbias, DLSE=dlse, TMA=tma)
+    m, n = config.block_m, config.block_n
+    blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}
+    return Launch(_q_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
+
+
+def _q_pass(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    dbias: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dq, delta, and what DBIAS says: the tiles of dbias, the row sums of dS, or nothing."""
+    dq, delta = empty_like(x.q), empty_like(lse)
+    side = bias_side(x, o, dbias, lse)
+    launch = remembered(x, "bwd_q", lambda: _q_launch(x, o, out, dout, dq, dlse is not None, dbias))
+    launch(
+        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse, delta, dq, side
+    )  # fmt: skip
     return dq, delta, side
 
 
-def _kv_pass(
-    call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dk, dv and the column sums of dS."""
-    x = call.x
+def _kv_launch(x: Inputs, o: Options, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, colsum: bool) -> Launch:
+    call = Call(x, o)
     config = pick("bwd_kv", KV_CONFIGS, call)
-    dk, dv = empty_like(x.k), empty_like(x.v)
-    sums = empty((call.batch, call.heads, 1, call.len_k), x.q, torch.float32) if colsum else lse
     tma = call.use_tma(config, x.q, dout) and call.len_q % 4 == 0
-    q, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, dout))
-    rows = tuple(call.row(t, config.block_m) if tma else t for t in (lse, delta))
-    args = (
-        q, x.k, x.v, call.bias, call.lens, *call.cu, rows[0], do, rows[1], dk, dv, sums,
+    scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(dk),
-        *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
+        *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, COLSUM=colsum, TMA=tma)
-    launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), args, meta, config.spill)
+    blocks = dict.fromkeys(("Q", "DOut", "Lse", "Delta"), config.block_m) if tma else {}
+    return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
+
+
+def _kv_pass(
+    x: Inputs, o: Options, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dk, dv and the column sums of dS."""
+    dk, dv, sums = empty_like(x.k), empty_like(x.v), column_sums(x, colsum)
+    launch = remembered(x, "bwd_kv", lambda: _kv_launch(x, o, dout, dk, dv, colsum))
+    launch(x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, lse, dout, delta, dk, dv, sums)
     return dk, dv, sums
 
 
-def _bias_pass(call: Call, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """dbias of a full bias that several (batch, head) share."""
-    x = call.x
+def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
+    call = Call(x, o)
     config = pick("bwd_bias", BIAS_CONFIGS, call)
-    dbias = empty(tuple(x.bias.shape), x.q, x.bias.dtype)
-    args = (
-        x.q, x.k, x.v, call.bias, call.lens, lse, dout, delta, dbias,
+    scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
-        call.batch, *x.bias.shape[:2], *call.counts(), call.scale, call.o.softcap,
+        call.batch, *bias.shape[:2], *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
     meta = call.constexprs(config)
     del meta["VARLEN"]
-    launch(_bias_kernel, tiles * x.bias.shape[0] * x.bias.shape[1], args, meta, config.spill)
+    return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
+
+
+def _bias_pass(
+    x: Inputs, o: Options, bias: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor:
+    """dbias of a full bias that several (batch, head) share."""
+    dbias = empty(tuple(bias.shape), bias)
+    launch = remembered(x, "bwd_bias", lambda: _bias_launch(x, o, dout, bias))
+    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)
     return dbias
 
 
 def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    bias_grad: bool,
+    wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias, dsinks, bit for bit the same on every run."""
-    call = Call(x, o)
+    """dq, dk, dv, dbias (if wanted), dsinks, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
-    kind, shared = call.bias_grad(bias_grad)
-    dq, delta, side = _q_pass(call, out, lse, dout, dlse, NONE.value if shared or kind == KEY.value else kind)
-    dk, dv, colsum = _kv_pass(call, lse, dout, delta, kind == KEY.value)
-    dbias = None
+    kind, shared = bias_grad(x, wanted)
+    dq, delta, side = _q_pass(x, o, out, lse, dout, dlse, NONE.value if shared or kind == KEY.value else kind)
+    dk, dv, colsum = _kv_pass(x, o, lse, dout, delta, kind == KEY.value)
+    dbias = side
     if shared:
-        dbias = _bias_pass(call, lse, dout, delta)
-    elif kind == FULL.value:
-        dbias = side
-    elif kind != NONE.value:
-        dbias = reduce_to(colsum if kind == KEY.value else side[..., None], x.bias)
-    return dq, dk, dv, dbias, None if x.sinks is None else call.sink_grad(lse, delta)
+        dbias = _bias_pass(x, o, x.bias, lse, dout, delta)  # type: ignore[arg-type]
+    elif kind == KEY.value:
+        dbias = reduce_to(colsum, x.bias)  # type: ignore[arg-type]
+    elif kind == QUERY.value:
+        dbias = reduce_to(side[..., None], x.bias)  # type: ignore[index, arg-type]
+    return dq, dk, dv, dbias, None if x.sinks is None else sink_grad(x, lse, delta)

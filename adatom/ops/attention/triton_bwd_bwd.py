@@ -15,9 +15,21 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
-from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, pick, reduce_to
+from adatom.ops.attention.triton_call import (
+    NO_SPECIALIZE,
+    Call,
+    Config,
+    Configs,
+    bias_grad,
+    bias_side,
+    column_sums,
+    pick,
+    reduce_to,
+    remembered,
+    sink_grad,
+)
 from adatom.ops.attention.triton_jvp import Directions, tangent_pass
-from adatom.tiles.launch import launch
+from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -412,91 +424,112 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
 
 
-def _q_pass(
-    call: Call, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...], dbias: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq2, and what DBIAS says: the tiles of dbias2, the row sums of E, or nothing."""
-    x = call.x
+def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torch.Tensor, dbias: int) -> Launch:
+    call = Call(x, o)
     config = pick("bwd_bwd_q", Q_CONFIGS, call)
-    dq = empty_like(x.q)
-    side = call.bias_side(dbias, lse)
     tma = call.use_tma(config, x.q, x.k, x.v, dout, d.q, d.k, d.v)
-    q, ddq, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q, dout))
-    k, v, ddk, ddv = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v, d.k, d.v))
-    args = (
-        q, k, v, call.bias, call.lens, *call.cu, lse, do, ddq, ddk, ddv, lse if d.bias is None else d.bias, *rows, dq,
-        side, *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
-        *call.strides(d.k), *call.strides(d.v), *call.strides(dq), *call.bias_strides, *d.bias_strides, *call.counts(),
-        call.scale, call.o.softcap,
+    scalars = (
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
+        *call.strides(d.k), *call.strides(d.v), *call.strides(dq), *call.bias_strides, *d.bias_strides,
+        *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, DDBIAS=d.bias is not None, DBIAS=dbias, TMA=tma)
-    launch(_q_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
+    m, n = config.block_m, config.block_n
+    blocks = {"Q": m, "DDQ": m, "DOut": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
+    return Launch(_q_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
+
+
+def _q_pass(
+    x: Inputs, o: Options, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...],
+    dbias: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dq2, and what DBIAS says: the tiles of dbias2, the row sums of E, or nothing."""
+    dq, side = empty_like(x.q), bias_side(x, o, dbias, lse)
+    launch = remembered(x, "bwd_bwd_q", lambda: _q_launch(x, o, d, dout, dq, dbias))
+    launch(
+        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, lse, dout, d.q, d.k, d.v, d.bias, *rows,
+        dq, side,
+    )  # fmt: skip
     return dq, side
 
 
-def _kv_pass(
-    call: Call, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...], colsum: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dk2, dv2 and the column sums of E."""
-    x = call.x
+def _kv_launch(
+    x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, colsum: bool
+) -> Launch:
+    call = Call(x, o)
     config = pick("bwd_bwd_kv", KV_CONFIGS, call)
-    dk, dv = empty_like(x.k), empty_like(x.v)
-    sums = empty((call.batch, call.heads, 1, call.len_k), x.q, torch.float32) if colsum else lse
     tma = call.use_tma(config, x.q, dout, d.q) and call.len_q % 4 == 0
-    row_lse, *rows = (call.row(t, config.block_m) if tma else t for t in (lse, *rows))
-    q, ddq, do = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q, dout))
-    args = (
-        q, x.k, x.v, call.bias, call.lens, *call.cu, row_lse, do, ddq, d.k, d.v, lse if d.bias is None else d.bias,
-        *rows, dk, dv, sums, *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout),
-        *call.strides(d.q), *call.strides(d.k), *call.strides(d.v), *call.strides(dk), *call.strides(dv),
-        *call.bias_strides, *d.bias_strides, *call.counts(kv=True), call.scale, call.o.softcap,
+    scalars = (
+        *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
+        *call.strides(d.k), *call.strides(d.v), *call.strides(dk), *call.strides(dv), *call.bias_strides,
+        *d.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, DDBIAS=d.bias is not None, COLSUM=colsum, TMA=tma)
-    launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), args, meta, config.spill)
+    blocks = dict.fromkeys(("Q", "DDQ", "DOut", "Lse", "G", "U", "Delta"), config.block_m) if tma else {}
+    return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
+
+
+def _kv_pass(
+    x: Inputs, o: Options, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...],
+    colsum: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dk2, dv2 and the column sums of E."""
+    dk, dv, sums = empty_like(x.k), empty_like(x.v), column_sums(x, colsum)
+    launch = remembered(x, "bwd_bwd_kv", lambda: _kv_launch(x, o, d, dout, dk, dv, colsum))
+    launch(
+        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, lse, dout, d.q, d.k, d.v, d.bias, *rows,
+        dk, dv, sums,
+    )  # fmt: skip
     return dk, dv, sums
 
 
-def _bias_pass(
-    call: Call, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
-    """dbias2 of a full bias that several (batch, head) share."""
-    x = call.x
+def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
+    call = Call(x, o)
     config = pick("bwd_bwd_bias", BIAS_CONFIGS, call)
-    dbias = empty(tuple(x.bias.shape), x.q, x.bias.dtype)
-    args = (
-        x.q, x.k, x.v, call.bias, call.lens, lse, dout, d.q, d.k, d.v, lse if d.bias is None else d.bias, *rows, dbias,
+    scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
-        *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, call.batch, *x.bias.shape[:2],
-        *call.counts(), call.scale, call.o.softcap,
+        *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, call.batch, *bias.shape[:2],
+        *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
     meta = call.constexprs(config, DDBIAS=d.bias is not None)
     del meta["VARLEN"]
-    launch(_bias_kernel, tiles * x.bias.shape[0] * x.bias.shape[1], args, meta, config.spill)
+    return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
+
+
+def _bias_pass(
+    x: Inputs, o: Options, d: Directions, bias: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+) -> torch.Tensor:  # fmt: skip
+    """dbias2 of a full bias that several (batch, head) share."""
+    dbias = empty(tuple(bias.shape), bias)
+    launch = remembered(x, "bwd_bwd_bias", lambda: _bias_launch(x, o, d, dout, bias))
+    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)
     return dbias
 
 
 def backward_backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     ddq: torch.Tensor | None, ddk: torch.Tensor | None, ddv: torch.Tensor | None, ddbias: torch.Tensor | None,
-    ddsinks: torch.Tensor | None, bias_grad: bool,
+    ddsinks: torch.Tensor | None, wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq2, dk2, dv2, dbias2, dsinks2, ddout, ddlse, bit for bit the same on every run."""
-    call, d = Call(x, o), Directions(x, ddq, ddk, ddv, ddbias, ddsinks)
-    ddout, g, u, delta = tangent_pass(call, d, out, lse, dout, None if dlse is None else dlse.contiguous())
+    """dq2, dk2, dv2, dbias2 (if wanted), dsinks2, ddout, ddlse, bit for bit the same on every run."""
+    d = Directions(x, ddq, ddk, ddv, ddbias, ddsinks)
+    ddout, g, u, delta = tangent_pass(x, o, d, out, lse, dout, None if dlse is None else dlse.contiguous())
     rows = (g, u, delta)
-    kind, shared = call.bias_grad(bias_grad)
-    dq, side = _q_pass(call, d, lse, dout, rows, NONE.value if shared or kind == KEY.value else kind)
-    dk, dv, colsum = _kv_pass(call, d, lse, dout, rows, kind == KEY.value)
-    dbias = None
+    kind, shared = bias_grad(x, wanted)
+    dq, side = _q_pass(x, o, d, lse, dout, rows, NONE.value if shared or kind == KEY.value else kind)
+    dk, dv, colsum = _kv_pass(x, o, d, lse, dout, rows, kind == KEY.value)
+    dbias = side
     if shared:
-        dbias = _bias_pass(call, d, lse, dout, rows)
-    elif kind == FULL.value:
-        dbias = side
-    elif kind != NONE.value:
-        dbias = reduce_to(colsum if kind == KEY.value else side[..., None], x.bias)
+        dbias = _bias_pass(x, o, d, x.bias, lse, dout, rows)  # type: ignore[arg-type]
+    elif kind == KEY.value:
+        dbias = reduce_to(colsum, x.bias)  # type: ignore[arg-type]
+    elif kind == QUERY.value:
+        dbias = reduce_to(side[..., None], x.bias)  # type: ignore[index, arg-type]
     dsinks = None
     if x.sinks is not None:
-        moved = g if d.sinks is None else g - d.sinks.float().view((-1, 1) if call.varlen else (1, -1, 1))
-        dsinks = call.sink_grad(lse, u - delta * moved)
+        per_head = (-1, 1) if x.cu_seqlens_q is not None else (1, -1, 1)
+        moved = g if d.sinks is None else g - d.sinks.float().view(per_head)
+        dsinks = sink_grad(x, lse, u - delta * moved)
     return dq, dk, dv, dbias, dsinks, ddout, g

@@ -1,16 +1,20 @@
-"""What the launchers of the Triton attention kernels share: tile configurations, strides, counts, constexprs."""
+"""What the launchers of the Triton attention kernels share: tile configurations, strides, counts, constexprs.
+
+A launcher allocates its results, looks for the `Launch` of each kernel under `remembered`, and calls it with tensors.
+What a Launch is built from, a `Call`, is thus worked out once for each signature of a call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adatom.device import facts
-from adatom.ops.attention.problem import Inputs, Options, bias_kind, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind, empty, empty_like
+from adatom.tiles.launch import Launch
 
 _BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
 _L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H100's L2
@@ -69,8 +73,18 @@ def _pow2(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:
+    """The Launch called `name` that earlier calls of this signature built, or a new one."""
+    if not isinstance(x, Remembered) or _forced:
+        return build()
+    launch = x.memo.get(name)
+    if launch is None:
+        launch = x.memo[name] = build()
+    return launch
+
+
 class Call:
-    """One call as the kernels take it."""
+    """One call as the kernels take it: all that follows from shapes and options."""
 
     def __init__(self, x: Inputs, o: Options) -> None:
         q, v, bias = x.q, x.v, x.bias
@@ -89,11 +103,7 @@ class Call:
         # causal is a right window of 0
         self.right = (0 if o.window_right < 0 else min(o.window_right, 0)) if o.causal else o.window_right
         self.left = o.window_left
-        self.bias = q if bias is None else bias
-        self.bias_strides = (0, 0, 0, 0) if bias is None else broadcast_strides(bias)
-        self.sinks = q if x.sinks is None else x.sinks
-        self.lens = q if x.kv_lens is None else x.kv_lens
-        self.cu = (x.cu_seqlens_q, x.cu_seqlens_k) if self.varlen else (q, q)
+        self.bias_strides = broadcast_strides(bias)
         self.generic = bias is not None or o.softcap > 0
         self.meta = {
             "HEAD_DIM": self.head_dim,
@@ -173,35 +183,38 @@ class Call:
             )
         )
 
-    def bias_grad(self, wanted: bool) -> tuple[int, bool]:
-        """(kind of the bias whose gradient is wanted, or 0; whether that is a full bias that several heads share)."""
-        kind = int(self.meta["BIAS"]) if wanted else 0  # type: ignore[call-overload]
-        return kind, kind == 3 and tuple(self.x.bias.shape[:2]) != (self.batch, self.heads)  # type: ignore[union-attr]
 
-    def bias_side(self, kind: int, lse: torch.Tensor) -> torch.Tensor:
-        """What a pass over queries writes beside dq: dbias itself if full, row sums like lse if per query."""
-        if kind == 3:
-            shape = (self.batch, self.heads, self.len_q, self.len_k)
-            # tiles outside the mask are never visited
-            skips = self.left >= 0 or self.right >= 0 or self.x.kv_lens is not None
-            dtype = self.bias.dtype
-            return lse.new_zeros(shape, dtype=dtype) if skips else empty(shape, lse, dtype)
-        return empty_like(lse) if kind == 2 else lse
-
-    def sink_grad(self, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
-        """-sum of exp(sink - lse) * per_row over the queries of each head, in sinks' dtype; empty rows give 0."""
-        dims, shape = ((1,), (-1, 1)) if self.varlen else ((0, 2), (1, -1, 1))
-        p = torch.exp(self.sinks.float().view(shape) - lse)
-        return -torch.where(lse == float("-inf"), 0.0, p * per_row).sum(dims).to(self.sinks.dtype)
-
-    def tile(self, x: torch.Tensor, block: int) -> Any:
-        """A descriptor of x (batch, heads, length, dim) that loads `block` rows of one head."""
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, _pow2(x.shape[-1])])
+def bias_grad(x: Inputs, wanted: bool) -> tuple[int, bool]:
+    """(kind of the bias whose gradient is wanted or 0, whether it is a full one that several (batch, head) share)."""
+    kind = _BIAS[bias_kind(x.bias)] if wanted else 0
+    return kind, kind == 3 and tuple(x.bias.shape[:2]) != tuple(x.q.shape[:2])  # type: ignore[union-attr]
 
 
-    def row(self, x: torch.Tensor, block: int) -> Any:
-        """A descriptor of x (batch, heads, length), contiguous float32, that loads `block` elements of one head."""
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block])
+def bias_side(x: Inputs, o: Options, kind: int, lse: torch.Tensor) -> torch.Tensor | None:
+    """What a pass over queries writes beside dq: dbias itself if full, row sums like lse if per query."""
+    if kind == 3:
+        shape = (*x.q.shape[:3], x.k.shape[2])
+        # tiles outside the mask are never visited
+        skips = o.causal or o.window_left >= 0 or o.window_right >= 0 or x.kv_lens is not None
+        dtype = x.bias.dtype  # type: ignore[union-attr]
+        return lse.new_zeros(shape, dtype=dtype) if skips else empty(shape, lse, dtype)
+    return empty_like(lse) if kind == 2 else None
+
+
+def column_sums(x: Inputs, wanted: bool) -> torch.Tensor | None:
+    """Where a pass over keys writes the sums of its columns: float32 (batch, heads, 1, seqlen_k)."""
+    if not wanted:
+        return None
+    return empty((*x.q.shape[:2], 1, x.k.shape[2]), x.q, torch.float32)
+
+
+def sink_grad(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
+    """-sum of exp(sink - lse) * per_row over the queries of each head, in sinks' dtype; empty rows give 0."""
+    dims, shape = ((1,), (-1, 1)) if x.cu_seqlens_q is not None else ((0, 2), (1, -1, 1))
+    sinks = x.sinks
+    assert sinks is not None
+    p = torch.exp(sinks.float().view(shape) - lse)
+    return -torch.where(lse == float("-inf"), 0.0, p * per_row).sum(dims).to(sinks.dtype)
 
 
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -209,6 +222,8 @@ def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return sums.sum_to_size(bias.shape).to(bias.dtype)
 
 
-def broadcast_strides(bias: torch.Tensor) -> tuple[int, int, int, int]:
-    """Strides of a 4-D bias, 0 along dimensions of size 1."""
+def broadcast_strides(bias: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """Strides of a 4-D bias, 0 along dimensions of size 1, and where there is none."""
+    if bias is None:
+        return 0, 0, 0, 0
     return tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))  # type: ignore[return-value]

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
-from adatom.ops.attention.triton_call import Call, Config, pick
-from adatom.tiles.launch import launch
+from adatom.ops.attention.triton_call import Call, Config, pick, remembered
+from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LN2,
     LOG2E,
@@ -168,26 +168,22 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
     tl.store(Lse + rows, tl.where(seen, (m + tl.log2(l)) * LN2, float("-inf")), mask=rows < len_q)
 
 
-def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse; the contract is in docs/design.md."""
+def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("fwd", CONFIGS, call)
-    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     tma = call.use_tma(config, x.q, x.k, x.v)
-    q, k, v = (
-        (call.tile(x.q, config.block_m), call.tile(x.k, config.block_n), call.tile(x.v, config.block_n))
-        if tma
-        else (x.q, x.k, x.v)
-    )
-    args = (
-        q, k, v, call.bias, call.sinks, call.lens, *call.cu, out, lse,
+    scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
         *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = dict(
-        **call.meta, SCALE_MAX=o.scale > 0 and not call.generic, EVEN_M=call.even(call.len_q, config.block_m),
-        EVEN_N=call.even(call.len_k, config.block_n), TMA=tma, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    launch(_fwd_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
+    meta = call.constexprs(config, SCALE_MAX=o.scale > 0 and not call.generic, SINKS=x.sinks is not None, TMA=tma)
+    blocks = {"Q": config.block_m, "K": config.block_n, "V": config.block_n} if tma else {}
+    return Launch(_fwd_kernel, call.programs(call.len_q, config.block_m), scalars, meta, config.spill, blocks)
+
+
+def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; the contract is in docs/design.md."""
+    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
+    launch = remembered(x, "fwd", lambda: _launch(x, o, out))
+    launch(x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse)
     return out, lse

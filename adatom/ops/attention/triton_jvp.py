@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
-from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, broadcast_strides, pick
-from adatom.tiles.launch import launch
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, broadcast_strides, pick, remembered
+from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LOG2E,
     NONE,
@@ -173,34 +173,42 @@ class Directions:
     def __init__(self, x: Inputs, *given: torch.Tensor | None) -> None:
         self.q, self.k, self.v = (torch.zeros_like(t) if d is None else d for d, t in zip(given[:3], x[:3]))
         self.bias, self.sinks = given[3:]
-        self.bias_strides = (0, 0, 0, 0) if self.bias is None else broadcast_strides(self.bias)
+        self.bias_strides = broadcast_strides(self.bias)
 
 
-def tangent_pass(
-    call: Call, d: Directions, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """ddO, g; with dout also u and delta."""
-    x = call.x
+def _launch(
+    x: Inputs, o: Options, d: Directions, out: torch.Tensor, dout: torch.Tensor | None, dlse: bool,
+    ddout: torch.Tensor,
+) -> Launch:  # fmt: skip
+    call = Call(x, o)
     config = pick("tangent", TANGENT_CONFIGS, call)
-    ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
-    u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
     tma = call.use_tma(config, x.q, x.k, x.v, d.q, d.k, d.v)
-    q, ddq = (call.tile(t, config.block_m) if tma else t for t in (x.q, d.q))
-    k, v, ddk, ddv = (call.tile(t, config.block_n) if tma else t for t in (x.k, x.v, d.k, d.v))
-    args = (
-        q, k, v, call.bias, call.sinks, call.lens, *call.cu, out, lse, out if dout is None else dout,
-        lse if dlse is None else dlse, ddq, ddk, ddv, lse if d.bias is None else d.bias,
-        lse if d.sinks is None else d.sinks, ddout, g, u, delta,
+    scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out),
         *call.strides(out if dout is None else dout), *call.strides(d.q), *call.strides(d.k), *call.strides(d.v),
-        *call.strides(ddout), *call.bias_strides, *d.bias_strides, *call.counts(), call.scale, call.o.softcap,
+        *call.strides(ddout), *call.bias_strides, *d.bias_strides, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(
         config, DDBIAS=d.bias is not None, SINKS=x.sinks is not None, DDSINKS=d.sinks is not None,
-        SECOND=dout is not None, DLSE=dlse is not None, TMA=tma,
+        SECOND=dout is not None, DLSE=dlse, TMA=tma,
     )  # fmt: skip
-    launch(_tangent_kernel, call.programs(call.len_q, config.block_m), args, meta, config.spill)
+    m, n = config.block_m, config.block_n
+    blocks = {"Q": m, "DDQ": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
+    return Launch(_tangent_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
+
+
+def tangent_pass(
+    x: Inputs, o: Options, d: Directions, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """ddO, g; with dout also u and delta."""
+    ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
+    u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
+    launch = remembered(x, "tangent", lambda: _launch(x, o, d, out, dout, dlse is not None, ddout))
+    launch(
+        x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse,
+        d.q, d.k, d.v, d.bias, d.sinks, ddout, g, u, delta,
+    )  # fmt: skip
     return ddout, g, u, delta
 
 
@@ -209,5 +217,5 @@ def jvp(
     tv: torch.Tensor | None, tbias: torch.Tensor | None, tsinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tangents of out and lse along tangents of the inputs."""
-    ddout, g, _, _ = tangent_pass(Call(x, o), Directions(x, tq, tk, tv, tbias, tsinks), out, lse, None, None)
+    ddout, g, _, _ = tangent_pass(x, o, Directions(x, tq, tk, tv, tbias, tsinks), out, lse, None, None)
     return ddout, g
