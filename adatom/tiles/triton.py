@@ -80,14 +80,42 @@ def bias_offset(i0, j0, stride_q, stride_k, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_bias(X, i, j, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr):
-    """A bias tile, to broadcast against the scores. X points at the tile; i and j count from it; zero outside."""
+def load_bias(X, i, j, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
+    """A bias tile, to broadcast against the scores. X points at the tile; i and j count from it; zero outside.
+
+    EVEN_I, EVEN_J: all its queries, all its keys exist. (A mask along the keys would make loads of single elements.)
+    """
     if KIND == KEY:
-        return tl.load(X + j * stride_k, mask=j < n_j, other=0)
+        if EVEN_J:
+            return tl.load(X + j * stride_k)
+        else:
+            return tl.load(X + j * stride_k, mask=j < n_j, other=0)
     elif KIND == QUERY:
-        return tl.load(X + i * stride_q, mask=i < n_i, other=0)
+        if EVEN_I:
+            return tl.load(X + i * stride_q)
+        else:
+            return tl.load(X + i * stride_q, mask=i < n_i, other=0)
     else:
-        return tl.load(X + (i * stride_q + j * stride_k), mask=(i < n_i) & (j < n_j), other=0)
+        ptr = X + (i * stride_q + j * stride_k)
+        if EVEN_I and EVEN_J:
+            return tl.load(ptr)
+        elif EVEN_J:
+            return tl.load(ptr, mask=i < n_i, other=0)
+        else:
+            return tl.load(ptr, mask=(i < n_i) & (j < n_j), other=0)
+
+
+@triton.jit
+def store_scores(X, x, i, j, i0, j0, n_i, n_j, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
+    """Write x, the tile at query i0, key j0 of a contiguous (n_i, n_j), which X points at, where it exists."""
+    ptr = X + tl.cast(i0, tl.int64) * n_j + j0 + (i * n_j + j)
+    x = x.to(X.dtype.element_ty)
+    if EVEN_I and EVEN_J:
+        tl.store(ptr, x)
+    elif EVEN_J:
+        tl.store(ptr, x, mask=i < n_i - i0)
+    else:
+        tl.store(ptr, x, mask=(i < n_i - i0) & (j < n_j - j0))
 
 
 @triton.jit
@@ -138,10 +166,10 @@ def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
 @triton.jit
 def probabilities(raw, lse, Bias, i, j, i0, j0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale, softcap,
                   BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                  MASK: tl.constexpr):
+                  MASK: tl.constexpr, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
     """(P, tanh) of a tile at query i0, key j0, from raw = q k^T and lse in log2 units, all broadcast alike.
 
-    i and j count from the tile's corner. tanh is that of the softcap, 0 without one.
+    i and j count from the tile's corner. tanh is that of the softcap, 0 without one. EVEN_I, EVEN_J: as in load_bias.
     """
     if SOFTCAP:
         t = tanh(raw * (scale / softcap))
@@ -151,7 +179,8 @@ def probabilities(raw, lse, Bias, i, j, i0, j0, stride_bm, stride_bn, len_q, len
         s = raw * (scale * LOG2E)
     if BIAS != NONE:
         corner = Bias + bias_offset(i0, j0, stride_bm, stride_bn, BIAS)
-        s = add_bias(s, load_bias(corner, i, j, stride_bm, stride_bn, len_q - i0, len_k - j0, BIAS))
+        s = add_bias(s, load_bias(corner, i, j, stride_bm, stride_bn, len_q - i0, len_k - j0, BIAS, EVEN_I,
+                                  EVEN_J))
     if MASK:
         s = tl.where(visible(i0 + i, j0 + j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
     return tl.exp2(s - lse), t
@@ -168,7 +197,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def tangent_of(raw_tangent, t, DDBias, i, j, i0, j0, stride_cm, stride_cn, len_q, len_k, scale, BIAS: tl.constexpr,
-                   DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+               DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
     """(G, tangent of scale q k^T) of a tile, from ddq k^T + q ddk^T and the softcap's tanh."""
     raw_tangent *= scale
     G = raw_tangent
@@ -176,7 +205,7 @@ def tangent_of(raw_tangent, t, DDBias, i, j, i0, j0, stride_cm, stride_cn, len_q
         G = raw_tangent * (1.0 - t * t)
     if DDBIAS:
         corner = DDBias + bias_offset(i0, j0, stride_cm, stride_cn, BIAS)
-        G += load_bias(corner, i, j, stride_cm, stride_cn, len_q - i0, len_k - j0, BIAS).to(tl.float32)
+        G += load_bias(corner, i, j, stride_cm, stride_cn, len_q - i0, len_k - j0, BIAS, EVEN_I, EVEN_J).to(tl.float32)
     return G, raw_tangent
 
 

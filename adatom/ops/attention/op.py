@@ -46,22 +46,24 @@ _N_OPTIONS = len(Options._fields)
 _N_CALL = _N_INPUTS + _N_OPTIONS + 1  # the tensors, the options, the backend
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_FIRST_DEVICE = 0  # get_device() is -1 for what is not on a GPU
 _ready: dict[Any, tuple[Any, dict[str, Any]]] = {}  # signature of a call -> its launcher, and the launcher's memo
-
-
-def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
 
 
 def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """All that a choice of kernel and its launch depend on, hashable; None unless all tensors are plain, on a GPU."""
     key: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     for x in args:
-        if isinstance(x, torch.Tensor):
-            if type(x) not in _PLAIN or not _on_gpu(x) or x.is_neg():
+        if x is None:
+            key.append(None)
+        elif type(x) in _PLAIN:
+            device = x.get_device()
+            if device < _FIRST_DEVICE or x.is_neg():
                 return None
-            key.append((x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16))
+            key.append((x.shape, x.stride(), x.dtype, device, x.data_ptr() % 16))
+        elif isinstance(x, torch.Tensor):
+            return None
         else:
             key.append(x)
     return tuple(key)

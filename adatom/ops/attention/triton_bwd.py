@@ -42,6 +42,7 @@ from adatom.tiles.triton import (
     probabilities,
     queries_of,
     row_at,
+    store_scores,
     store_tile,
 )
 
@@ -118,10 +119,10 @@ BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("ha
 
 @triton.jit
 def _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn, stride_vn,
-            stride_bm, stride_bn, stride_dm, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
+            stride_bm, stride_bn, keys, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
             HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
             DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
-            EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+            EVEN_M: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -129,13 +130,12 @@ def _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     raw = dot(q, k.T, None, PRECISION)
     p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN)
     ds = p * (dot(do, v.T, None, PRECISION) - delta[:, None])
     if DBIAS == QUERY:
         rowsum += tl.sum(ds, 1)
     if DBIAS == FULL:
-        ptr = DBias + tl.cast(m0, tl.int64) * stride_dm + n0 + i * stride_dm + j
-        tl.store(ptr, ds.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < stride_dm - n0))
+        store_scores(DBias, ds, i, j, m0, n0, len_q, keys, EVEN_M, EVEN)
     if SOFTCAP:
         ds *= 1.0 - t * t
     return dot(ds.to(k.dtype), k, dq, PRECISION), rowsum
@@ -153,7 +153,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ and delta of a block of queries; also its tiles of an unshared dbias, or its row sums of dS."""
     row_length = len_q
-    keys = len_k
+    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
                                                          len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
     if VARLEN:
@@ -194,18 +194,18 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
             dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
                                  stride_kn, stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap,
                                  HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True,
-                                 False, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                                 EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
     for n0 in range(whole_begin, whole_end, BLOCK_N):
         dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn,
                              stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, True, PRECISION,
-                             TMA, BLOCK_M, BLOCK_N)
+                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M,
+                             True, PRECISION, TMA, BLOCK_M, BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
             dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
                                  stride_kn, stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap,
                                  HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True,
-                                 False, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                                 EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
     store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
     if DBIAS == QUERY:
         tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
@@ -216,7 +216,7 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_
              stride_bm, stride_bn, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
              HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
              COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
-             EVEN_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+             EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[None, :]
     j = tl.arange(0, BLOCK_N)[:, None]
@@ -226,7 +226,7 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_
     delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)
     raw = dot(k, q.T, None, PRECISION)
     p, t = probabilities(raw, lse[None, :], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN_N)
     dp = dot(v, do.T, None, PRECISION)
     dv = dot(p.to(do.dtype), do, dv, PRECISION)
     ds = p * (dp - delta[None, :])
@@ -295,19 +295,19 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                 dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h,
                                           m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
+                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M,
                                           BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
             dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0,
                                       n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
                                       scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP,
-                                      False, False, not EVEN_N, EVEN_M, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                                      False, False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
                 dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h,
                                           m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
+                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M,
                                           BLOCK_N)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
@@ -357,10 +357,10 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
         raw = dot(q, k.T, None, PRECISION)
         p, _ = probabilities(raw, lse[:, None], Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm,
                              stride_bn, len_q, len_k if not LENS else n_keys, n_keys - len_q, left, right, scale,
-                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N, EVEN_M, EVEN_N)
         acc += p * (dot(do, v.T, None, PRECISION) - delta[:, None])
-    ptr = DBias + (tl.cast(piece, tl.int64) * len_q + m0) * len_k + n0 + i * len_k + j
-    tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
+    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+    store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
 def _q_launch(

@@ -45,6 +45,7 @@ from adatom.tiles.triton import (
     probabilities,
     queries_of,
     row_at,
+    store_scores,
     store_tile,
     tangent_of,
 )
@@ -134,10 +135,11 @@ def _cotangents(p, t, G, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP: tl.c
 
 @triton.jit
 def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk, m0, n0, len_q, len_k,
-            stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, stride_dm, offset,
+            stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, keys, offset,
             left, right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
             BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr,
-            SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+            SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr,
+            EVEN: tl.constexpr,
             PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -147,10 +149,10 @@ def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBi
     ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     raw = dot(q, k.T, None, PRECISION)
     p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN)
     raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
     G, raw_tangent = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS,
-                              DDBIAS, SOFTCAP)
+                                DDBIAS, SOFTCAP, EVEN_M, EVEN)
     dp = dot(do, v.T, None, PRECISION)
     H = dot(do, ddv.T, None, PRECISION)
     E, to_k, to_ddk, _ = _cotangents(p, t, G, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None], softcap,
@@ -158,8 +160,7 @@ def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBi
     if DBIAS == QUERY:
         rowsum += tl.sum(E, 1)
     if DBIAS == FULL:
-        ptr = DBias + tl.cast(m0, tl.int64) * stride_dm + n0 + i * stride_dm + j
-        tl.store(ptr, E.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < stride_dm - n0))
+        store_scores(DBias, E, i, j, m0, n0, len_q, keys, EVEN_M, EVEN)
     dq = dot(to_k.to(k.dtype), k, dq, PRECISION)
     return dot(to_ddk.to(k.dtype), ddk, dq, PRECISION), rowsum
 
@@ -177,7 +178,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
               PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ2 of a block of queries; also its tiles of an unshared dbias2, or its row sums of E."""
     row_length = len_q
-    keys = len_k
+    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
                                                          len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
     if VARLEN:
@@ -218,21 +219,21 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
             dq, rowsum = _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk,
                                  m0, n0, len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
                                  stride_bn, stride_cm, stride_cn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                                 HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True, False,
-                                 PRECISION, TMA, BLOCK_M, BLOCK_N)
+                                 HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M,
+                                 EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
     for n0 in range(whole_begin, whole_end, BLOCK_N):
         dq, rowsum = _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk, m0,
                              n0, len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn,
                              stride_cm, stride_cn, keys, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
-                             BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, True, PRECISION, TMA,
-                             BLOCK_M, BLOCK_N)
+                             BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True,
+                             PRECISION, TMA, BLOCK_M, BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
             dq, rowsum = _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk,
                                  m0, n0, len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
                                  stride_bn, stride_cm, stride_cn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                                 HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True, False,
-                                 PRECISION, TMA, BLOCK_M, BLOCK_N)
+                                 HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M,
+                                 EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
     store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
     if DBIAS == QUERY:
         tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
@@ -243,8 +244,8 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
              stride_qm, stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale,
              softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+             RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+             PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[None, :]
     j = tl.arange(0, BLOCK_N)[:, None]
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
@@ -256,10 +257,10 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
     u = load_row(U, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     raw = dot(k, q.T, None, PRECISION)
     p, t = probabilities(raw, lse, Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale,
-                         softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+                         softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN_N)
     raw_tangent = dot(ddk, q.T, dot(k, ddq.T, None, PRECISION), PRECISION)
     tangent, raw_tangent = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale,
-                                    BIAS, DDBIAS, SOFTCAP)
+                                      BIAS, DDBIAS, SOFTCAP, EVEN_M, EVEN_N)
     dp = dot(v, do.T, None, PRECISION)
     H = dot(ddv, do.T, None, PRECISION)
     E, to_q, to_ddq, W = _cotangents(p, t, tangent, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP)
@@ -335,23 +336,23 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                                           G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
                                           stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
-                                          BLOCK_N)
+                                          DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
+                                          BLOCK_M, BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
             dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
                                       G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
                                       stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left,
                                       right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS,
-                                      COLSUM, SOFTCAP, False, False, not EVEN_N, EVEN_M, PRECISION, TMA, BLOCK_M,
-                                      BLOCK_N)
+                                      COLSUM, SOFTCAP, False, False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA,
+                                      BLOCK_M, BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
                 dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
                                           G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
                                           stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset,
                                           left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, PRECISION, TMA, BLOCK_M,
-                                          BLOCK_N)
+                                          DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
+                                          BLOCK_M, BLOCK_N)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
@@ -409,10 +410,11 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         p, t = probabilities(raw, load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
                              Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm, stride_bn, len_q,
                              n_keys, n_keys - len_q, left, right, scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT,
-                             LEFT or RIGHT or not EVEN_N)
+                             LEFT or RIGHT or not EVEN_N, EVEN_M, EVEN_N)
         raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
         tangent, raw_tangent = tangent_of(raw_tangent, t, DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, n0,
-                                        stride_cm, stride_cn, len_q, n_keys, scale, BIAS, DDBIAS, SOFTCAP)
+                                          stride_cm, stride_cn, len_q, n_keys, scale, BIAS, DDBIAS, SOFTCAP, EVEN_M,
+                                          EVEN_N)
         dp = dot(do, v.T, None, PRECISION)
         H = dot(do, ddv.T, None, PRECISION)
         E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H,
@@ -420,8 +422,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                                  load_row(G + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
                                  load_row(U + row, b, h, m0, len_q, BLOCK_M, False)[:, None], softcap, SOFTCAP)
         acc += E
-    ptr = DBias + (tl.cast(piece, tl.int64) * len_q + m0) * len_k + n0 + i * len_k + j
-    tl.store(ptr, acc.to(DBias.dtype.element_ty), mask=(i < len_q - m0) & (j < len_k - n0))
+    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+    store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
 def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torch.Tensor, dbias: int) -> Launch:

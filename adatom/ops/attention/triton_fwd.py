@@ -73,10 +73,10 @@ CONFIGS[86] = CONFIGS[80] | {
 def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm, stride_bn, m0,
           offset, scale, softcap, left, right, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
           BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr,
-          LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+          LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN: tl.constexpr,
+          PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One block of keys: scores, the new running maximum, P, and P V added to the rescaled accumulator."""
-    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, not MASK, TMA)
+    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     s = dot(q, k.T, None, PRECISION)
     cols = n0 + tl.arange(0, BLOCK_N)
     if SCALE_MAX:  # nothing comes between q k^T and the softmax: scale the maximum and fold the rest into one FMA
@@ -93,7 +93,8 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
             s = s * (scale * LOG2E)
         if BIAS != NONE:
             tile = load_bias(Bias + bias_offset(m0, n0, stride_bm, stride_bn, BIAS), tl.arange(0, BLOCK_M)[:, None],
-                             tl.arange(0, BLOCK_N)[None, :], stride_bm, stride_bn, len_q - m0, len_k - n0, BIAS)
+                             tl.arange(0, BLOCK_N)[None, :], stride_bm, stride_bn, len_q - m0, len_k - n0, BIAS, EVEN_M,
+                             EVEN)
             s = add_bias(s, tile)
         if MASK:
             seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
@@ -103,7 +104,7 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
         p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
-    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, not MASK, TMA)
+    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
     return acc, m_new, l
 
@@ -151,16 +152,19 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
         for n0 in range(begin, whole_begin, BLOCK_N):
             acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
                               stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
+                              BLOCK_M, BLOCK_N)
     for n0 in range(whole_begin, whole_end, BLOCK_N):
         acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
                           stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                          BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                          BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA,
+                          BLOCK_M, BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
             acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
                               stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
+                              BLOCK_M, BLOCK_N)
 
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)

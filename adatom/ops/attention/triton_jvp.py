@@ -60,7 +60,7 @@ def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m
                   stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
                   scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
                   BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                  LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+                  LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN: tl.constexpr,
                   PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -69,9 +69,9 @@ def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m
     raw = dot(q, k.T, None, PRECISION)
     raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
     p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK)
+                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN)
     G, _ = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS, DDBIAS,
-                    SOFTCAP)
+                      SOFTCAP, EVEN_M, EVEN)
     pg = p * G
     g += tl.sum(pg, 1)
     l += tl.sum(p, 1)
@@ -137,20 +137,21 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
             acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
                                    stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
                                    stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, False, PRECISION, TMA, BLOCK_M,
-                                   BLOCK_N)
+                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
+                                   BLOCK_M, BLOCK_N)
     for n0 in range(whole_begin, whole_end, BLOCK_N):
         acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
                                stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
                                stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                               BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                               BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA, BLOCK_M,
+                               BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
             acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
                                    stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
                                    stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, False, PRECISION, TMA, BLOCK_M,
-                                   BLOCK_N)
+                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
+                                   BLOCK_M, BLOCK_N)
     o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
     l = tl.where(l == 0.0, 1.0, l)
     g = g / l
