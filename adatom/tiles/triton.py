@@ -69,40 +69,35 @@ def load_row(X, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def bias_offset(i0, j0, stride_q, stride_k, KIND: tl.constexpr):
-    """Where the tile at query i0, key j0 begins in a bias slice."""
-    o = tl.cast(0, tl.int64)
-    if KIND != KEY:
-        o += tl.cast(i0, tl.int64) * stride_q
-    if KIND != QUERY:
-        o += tl.cast(j0, tl.int64) * stride_k
-    return o
+def load_bias(X, i, j, i0, j0, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr, EVEN_I: tl.constexpr,
+              EVEN_J: tl.constexpr):
+    """The bias tile at query i0, key j0 of the slice that X points at, to broadcast against the scores; 0 outside.
 
-
-@triton.jit
-def load_bias(X, i, j, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
-    """A bias tile, to broadcast against the scores. X points at the tile; i and j count from it; zero outside.
-
-    EVEN_I, EVEN_J: all its queries, all its keys exist. (A mask along the keys would make loads of single elements.)
+    i and j count from the tile's corner. EVEN_I, EVEN_J: all its queries, all its keys exist. (A mask along the keys
+    would make loads of single elements.)
     """
-    if KIND == KEY:
+    if KIND == NONE:
+        return 0.0
+    elif KIND == KEY:
+        ptr = X + tl.cast(j0, tl.int64) * stride_k + j * stride_k
         if EVEN_J:
-            return tl.load(X + j * stride_k)
+            return tl.load(ptr)
         else:
-            return tl.load(X + j * stride_k, mask=j < n_j, other=0)
+            return tl.load(ptr, mask=j < n_j - j0, other=0)
     elif KIND == QUERY:
+        ptr = X + tl.cast(i0, tl.int64) * stride_q + i * stride_q
         if EVEN_I:
-            return tl.load(X + i * stride_q)
+            return tl.load(ptr)
         else:
-            return tl.load(X + i * stride_q, mask=i < n_i, other=0)
+            return tl.load(ptr, mask=i < n_i - i0, other=0)
     else:
-        ptr = X + (i * stride_q + j * stride_k)
+        ptr = X + tl.cast(i0, tl.int64) * stride_q + tl.cast(j0, tl.int64) * stride_k + (i * stride_q + j * stride_k)
         if EVEN_I and EVEN_J:
             return tl.load(ptr)
         elif EVEN_J:
-            return tl.load(ptr, mask=i < n_i, other=0)
+            return tl.load(ptr, mask=i < n_i - i0, other=0)
         else:
-            return tl.load(ptr, mask=(i < n_i) & (j < n_j), other=0)
+            return tl.load(ptr, mask=(i < n_i - i0) & (j < n_j - j0), other=0)
 
 
 @triton.jit
@@ -164,12 +159,11 @@ def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def probabilities(raw, lse, Bias, i, j, i0, j0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale, softcap,
-                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                  MASK: tl.constexpr, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
-    """(P, tanh) of a tile at query i0, key j0, from raw = q k^T and lse in log2 units, all broadcast alike.
+def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softcap, BIAS: tl.constexpr,
+                  SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
+    """(P, tanh) of a tile of queries i and keys j from raw = q k^T, lse in log2 units and bias, all broadcast alike.
 
-    i and j count from the tile's corner. tanh is that of the softcap, 0 without one. EVEN_I, EVEN_J: as in load_bias.
+    tanh is that of the softcap, 0 without one.
     """
     if SOFTCAP:
         t = tanh(raw * (scale / softcap))
@@ -178,11 +172,9 @@ def probabilities(raw, lse, Bias, i, j, i0, j0, stride_bm, stride_bn, len_q, len
         t = 0.0
         s = raw * (scale * LOG2E)
     if BIAS != NONE:
-        corner = Bias + bias_offset(i0, j0, stride_bm, stride_bn, BIAS)
-        s = add_bias(s, load_bias(corner, i, j, stride_bm, stride_bn, len_q - i0, len_k - j0, BIAS, EVEN_I,
-                                  EVEN_J))
+        s = add_bias(s, bias)
     if MASK:
-        s = tl.where(visible(i0 + i, j0 + j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+        s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
     return tl.exp2(s - lse), t
 
 
@@ -196,17 +188,13 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def tangent_of(raw_tangent, t, DDBias, i, j, i0, j0, stride_cm, stride_cn, len_q, len_k, scale, BIAS: tl.constexpr,
-               DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
-    """(G, tangent of scale q k^T) of a tile, from ddq k^T + q ddk^T and the softcap's tanh."""
+def tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP: tl.constexpr):
+    """(G, tangent of scale q k^T) of a tile, from ddq k^T + q ddk^T, the softcap's tanh and the tangent of the bias."""
     raw_tangent *= scale
     G = raw_tangent
     if SOFTCAP:
         G = raw_tangent * (1.0 - t * t)
-    if DDBIAS:
-        corner = DDBias + bias_offset(i0, j0, stride_cm, stride_cn, BIAS)
-        G += load_bias(corner, i, j, stride_cm, stride_cn, len_q - i0, len_k - j0, BIAS, EVEN_I, EVEN_J).to(tl.float32)
-    return G, raw_tangent
+    return G + ddbias, raw_tangent
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from adatom.tiles.triton import (
     at,
     dot,
     keys_of,
+    load_bias,
     load_lse,
     load_row,
     load_tile,
@@ -129,8 +130,9 @@ def _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len
     k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     raw = dot(q, k.T, None, PRECISION)
-    p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
+    p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
+                         SOFTCAP, LEFT, RIGHT, MASK)
     ds = p * (dot(do, v.T, None, PRECISION) - delta[:, None])
     if DBIAS == QUERY:
         rowsum += tl.sum(ds, 1)
@@ -225,8 +227,9 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_
     lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)
     delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)
     raw = dot(k, q.T, None, PRECISION)
-    p, t = probabilities(raw, lse[None, :], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN_N)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
+    p, t = probabilities(raw, lse[None, :], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
+                         SOFTCAP, LEFT, RIGHT, MASK)
     dp = dot(v, do.T, None, PRECISION)
     dv = dot(p.to(do.dtype), do, dv, PRECISION)
     ds = p * (dp - delta[None, :])
@@ -335,6 +338,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     shared_heads = heads // bias_heads
     for r in range(batch // bias_batch * shared_heads):
         b = r // shared_heads + piece // bias_heads
@@ -355,9 +360,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
         lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
         delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
         raw = dot(q, k.T, None, PRECISION)
-        p, _ = probabilities(raw, lse[:, None], Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm,
-                             stride_bn, len_q, len_k if not LENS else n_keys, n_keys - len_q, left, right, scale,
-                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N, EVEN_M, EVEN_N)
+        p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
+                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         acc += p * (dot(do, v.T, None, PRECISION) - delta[:, None])
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)

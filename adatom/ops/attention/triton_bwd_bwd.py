@@ -38,6 +38,7 @@ from adatom.tiles.triton import (
     at,
     dot,
     keys_of,
+    load_bias,
     load_lse,
     load_row,
     load_tile,
@@ -139,8 +140,8 @@ def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBi
             left, right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
             BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr,
             SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr,
-            EVEN: tl.constexpr,
-            PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+            EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr):
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
@@ -148,11 +149,12 @@ def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBi
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     raw = dot(q, k.T, None, PRECISION)
-    p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
+    p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
+                         SOFTCAP, LEFT, RIGHT, MASK)
     raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
-    G, raw_tangent = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS,
-                                DDBIAS, SOFTCAP, EVEN_M, EVEN)
+    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN)
+    G, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
     dp = dot(do, v.T, None, PRECISION)
     H = dot(do, ddv.T, None, PRECISION)
     E, to_k, to_ddk, _ = _cotangents(p, t, G, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None], softcap,
@@ -256,11 +258,12 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
     g = load_row(G, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     u = load_row(U, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     raw = dot(k, q.T, None, PRECISION)
-    p, t = probabilities(raw, lse, Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right, scale,
-                         softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN_N)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
+    p, t = probabilities(raw, lse, bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS, SOFTCAP,
+                         LEFT, RIGHT, MASK)
     raw_tangent = dot(ddk, q.T, dot(k, ddq.T, None, PRECISION), PRECISION)
-    tangent, raw_tangent = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale,
-                                      BIAS, DDBIAS, SOFTCAP, EVEN_M, EVEN_N)
+    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN_N)
+    tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
     dp = dot(v, do.T, None, PRECISION)
     H = dot(ddv, do.T, None, PRECISION)
     E, to_q, to_ddq, W = _cotangents(p, t, tangent, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP)
@@ -383,6 +386,10 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
+    DDBias += at(piece // bias_heads, piece % bias_heads, 0, stride_cb, stride_ch, 0)
+    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN_N)
     shared_heads = heads // bias_heads
     for r in range(batch // bias_batch * shared_heads):
         b = r // shared_heads + piece // bias_heads
@@ -407,14 +414,11 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
                         HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
         raw = dot(q, k.T, None, PRECISION)
-        p, t = probabilities(raw, load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
-                             Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, n0, stride_bm, stride_bn, len_q,
-                             n_keys, n_keys - len_q, left, right, scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT,
-                             LEFT or RIGHT or not EVEN_N, EVEN_M, EVEN_N)
+        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
+                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
-        tangent, raw_tangent = tangent_of(raw_tangent, t, DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, n0,
-                                          stride_cm, stride_cn, len_q, n_keys, scale, BIAS, DDBIAS, SOFTCAP, EVEN_M,
-                                          EVEN_N)
+        tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
         dp = dot(do, v.T, None, PRECISION)
         H = dot(do, ddv.T, None, PRECISION)
         E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H,
@@ -435,7 +439,7 @@ def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torc
         *call.strides(d.k), *call.strides(d.v), *call.strides(dq), *call.bias_strides, *d.bias_strides,
         *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, DDBIAS=d.bias is not None, DBIAS=dbias, TMA=tma)
+    meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, DBIAS=dbias, TMA=tma)
     m, n = config.block_m, config.block_n
     blocks = {"Q": m, "DDQ": m, "DOut": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
     return Launch(_q_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
@@ -466,7 +470,7 @@ def _kv_launch(
         *call.strides(d.k), *call.strides(d.v), *call.strides(dk), *call.strides(dv), *call.bias_strides,
         *d.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, DDBIAS=d.bias is not None, COLSUM=colsum, TMA=tma)
+    meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, COLSUM=colsum, TMA=tma)
     blocks = dict.fromkeys(("Q", "DDQ", "DOut", "Lse", "G", "U", "Delta"), config.block_m) if tma else {}
     return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
 
@@ -494,7 +498,7 @@ def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias:
         *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
-    meta = call.constexprs(config, DDBIAS=d.bias is not None)
+    meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0)
     del meta["VARLEN"]
     return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
 

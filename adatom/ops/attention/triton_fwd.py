@@ -17,7 +17,6 @@ from adatom.tiles.triton import (
     NONE,
     add_bias,
     at,
-    bias_offset,
     dot,
     keys_of,
     load_bias,
@@ -92,10 +91,9 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
         else:
             s = s * (scale * LOG2E)
         if BIAS != NONE:
-            tile = load_bias(Bias + bias_offset(m0, n0, stride_bm, stride_bn, BIAS), tl.arange(0, BLOCK_M)[:, None],
-                             tl.arange(0, BLOCK_N)[None, :], stride_bm, stride_bn, len_q - m0, len_k - n0, BIAS, EVEN_M,
-                             EVEN)
-            s = add_bias(s, tile)
+            bias = load_bias(Bias, tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :], m0, n0, stride_bm,
+                             stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
+            s = add_bias(s, bias)
         if MASK:
             seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
             s = tl.where(seen, s, float("-inf"))

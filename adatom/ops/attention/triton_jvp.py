@@ -18,6 +18,7 @@ from adatom.tiles.triton import (
     at,
     dot,
     keys_of,
+    load_bias,
     load_lse,
     load_row,
     load_tile,
@@ -68,10 +69,11 @@ def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m
     ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     raw = dot(q, k.T, None, PRECISION)
     raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
-    p, t = probabilities(raw, lse[:, None], Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, offset, left, right,
-                         scale, softcap, BIAS, SOFTCAP, LEFT, RIGHT, MASK, EVEN_M, EVEN)
-    G, _ = tangent_of(raw_tangent, t, DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, scale, BIAS, DDBIAS,
-                      SOFTCAP, EVEN_M, EVEN)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
+    p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
+                         SOFTCAP, LEFT, RIGHT, MASK)
+    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN)
+    G, _ = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
     pg = p * G
     g += tl.sum(pg, 1)
     l += tl.sum(p, 1)
@@ -190,8 +192,8 @@ def _launch(
         *call.strides(ddout), *call.bias_strides, *d.bias_strides, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(
-        config, DDBIAS=d.bias is not None, SINKS=x.sinks is not None, DDSINKS=d.sinks is not None,
-        SECOND=dout is not None, DLSE=dlse, TMA=tma,
+        config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, SINKS=x.sinks is not None,
+        DDSINKS=d.sinks is not None, SECOND=dout is not None, DLSE=dlse, TMA=tma,
     )  # fmt: skip
     m, n = config.block_m, config.block_n
     blocks = {"Q": m, "DDQ": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
