@@ -211,7 +211,7 @@ def smoke(device: torch.device) -> Check:
         given = cases.make(SMOKE, device)
         x, o, backend = inputs_of(**given)
         leaves = [t.requires_grad_() for t in x[:4]]  # type: ignore[union-attr]
-        out, lse = Attention.apply(*x, *o, backend, None)
+        out, lse = Attention.apply(*x, *o, backend)
         dout = torch.ones_like(out)
         grads = torch.autograd.grad(out, leaves, dout)
         wide = x._replace(**{n: t.detach().double() for n, t in zip(x._fields, leaves)})

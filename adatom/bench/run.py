@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from adatom import device as machine
 from adatom import evidence, registry, verify
-from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed, sdpa_default
+from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.device import facts
 from adatom.ops.attention import cases
+from adatom.ops.attention.api import attention
 from adatom.ops.attention.cases import Case
 from adatom.registry import Row
 
@@ -264,7 +266,11 @@ def host(device: torch.device, backend: str | None = None) -> tuple[str, list[di
     case = Case("host", b, h, h, s, s, d, d, dtype)
     given = cases.make(case, device)
     entries = []
-    for name, call in {"adatom": ours(case, given, backend), "sdpa": sdpa_default(case, given)}.items():
+    contenders: dict[str, Callable[..., Any]] = {
+        "adatom": partial(attention, backend=backend),
+        "sdpa": scaled_dot_product_attention,
+    }
+    for name, call in contenders.items():
         times: dict[str, Any] = {"contender": name}
         for kind, grad in (("without_grad", False), ("with_grad", True)):
             tensors = [given[x].detach().requires_grad_(grad) for x in ("q", "k", "v")]

@@ -35,8 +35,14 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, An
         return _observer(kernel, args, meta | {"enable_fp_fusion": True}, spill)
     if not programs:
         return None
-    # Triton 3.10 fuses multiply-adds only on request; 3.9 warns of it
-    return kernel[(programs,)](*args, enable_fp_fusion=True, **meta)
+    while True:
+        try:  # Triton 3.10 fuses multiply-adds only on request; 3.9 warns of it
+            return kernel[(programs,)](*args, enable_fp_fusion=True, **meta)
+        except Exception as error:
+            # options may cost more shared memory than the tile was chosen for
+            if type(error).__name__ != "OutOfResources" or meta.get("num_stages", 1) == 1:
+                raise
+            meta = meta | {"num_stages": meta["num_stages"] - 1}
 
 
 class Launch:

@@ -188,6 +188,14 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add(total, lost, x):
+    """(total + x, what that addition rounded away), so that float32 sums of thousands of terms keep their accuracy."""
+    x -= lost
+    new = total + x
+    return new, (new - total) - x
+
+
+@triton.jit
 def tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP: tl.constexpr):
     """(G, tangent of scale q k^T) of a tile, from ddq k^T + q ddk^T, the softcap's tanh and the tangent of the bias."""
     raw_tangent *= scale

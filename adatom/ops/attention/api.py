@@ -13,7 +13,7 @@ from adatom.check import require
 from adatom.ops.attention.op import (
     Attention,
     CompiledAttention,
-    apply_attention,
+    apply_planned,
     attention_fwd,
     on_device,
     ready,
@@ -78,12 +78,11 @@ def attention(
     Source: Vaswani et al., arXiv:1706.03762; tiling after Dao, arXiv:2307.08691; second derivative:
     docs/double_backward.md.
     """
-    plan = _planned((q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision), backend)
-    if plan is None:
-        x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
-        out, lse = _call(x, o, backend)
-    else:
-        out, lse = plan.call(q, k, v, bias, sinks, kv_lens, None, None)
+    plan = _planned((q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision), backend, return_lse)
+    if plan is not None:
+        return plan.call(q, k, v, bias, sinks, kv_lens)
+    x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
+    out, lse = _call(x, o, backend)
     return (out, lse) if return_lse else out
 
 
@@ -154,7 +153,7 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
     if torch.compiler.is_compiling():
         return CompiledAttention.apply(*_distinct(x), *o, backend)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
-        return Attention.apply(*x, *o, backend, None)
+        return Attention.apply(*x, *o, backend)
     return attention_fwd(*x, *o, backend)
 
 
@@ -162,26 +161,26 @@ class _Plan:
     """A call that was checked before: its options, launcher and memo. Python's way to the GPU is long; this is the
     short one, past argument checks, PyTorch's dispatcher and the choice of a kernel."""
 
-    def __init__(self, key: Any, x: Inputs, o: Options, backend: str | None) -> None:
-        self.o, self.backend = o, backend
+    def __init__(self, key: Any, x: Inputs, o: Options, backend: str | None, return_lse: bool) -> None:
+        self.o, self.options, self.return_lse = o, (*o, backend), return_lse
         self.launch, self.memo = ready(("attention", key), "attention_fwd", x, o, backend, False)
 
     def call(self, *tensors: torch.Tensor | None) -> Any:
-        """(out, lse) of the eight tensors of `Inputs`, differentiable if one of them wants it."""
-        if forward_ad._current_level >= 0 or (
-            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        ):
-            return apply_attention(*tensors, *self.o, self.backend, self)
-        return self(*tensors)
+        """`attention` of q, k, v, bias, sinks and kv_lens, differentiable if one of them wants it."""
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return apply_planned(self, *tensors)
+        out, lse = self(*tensors)
+        return (out, lse) if self.return_lse else out
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
-        return on_device(self.launch, Remembered.of(tensors, self.memo), self.o)
+        """(out, lse)."""
+        return on_device(self.launch, Remembered.of((*tensors, None, None), self.memo), self.o)
 
 
 _plans: dict[Any, _Plan] = {}
 
 
-def _planned(args: tuple[Any, ...], backend: str | None) -> _Plan | None:
+def _planned(args: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
     """The plan of a call, `args` being those of `_checked`; None for those that are traced, transformed, cast or
     copied, and for tensors that are not on a GPU."""
     if (
@@ -189,13 +188,14 @@ def _planned(args: tuple[Any, ...], backend: str | None) -> _Plan | None:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
     ):
         return None
     key = signature(args)
     if key is None:
         return None
     try:
-        plan = _plans.get((key, backend))
+        plan = _plans.get((key, backend, return_lse))
     except TypeError:  # a list among the arguments
         return None
     if plan is None:
@@ -205,7 +205,7 @@ def _planned(args: tuple[Any, ...], backend: str | None) -> _Plan | None:
             return None
         if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
             _plans.clear()
-        plan = _plans[key, backend] = _Plan((key, backend), x, o, backend)
+        plan = _plans[key, backend, return_lse] = _Plan((key, backend), x, o, backend, return_lse)
     return plan
 
 

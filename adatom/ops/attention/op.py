@@ -177,17 +177,13 @@ attention_jvp = _ops.attention_jvp.default
 
 
 class Attention(Function):
-    """(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, *options, backend, plan) -> (out, lse).
-
-    plan: None, or what computes (out, lse) of the eight tensors in place of the operator.
-    """
+    """(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, *options, backend) -> (out, lse)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        *call, plan = args
-        return attention_fwd(*call) if plan is None else plan(*call[:_N_INPUTS])
+        return attention_fwd(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -199,8 +195,7 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        further = torch.is_grad_enabled()  # the gradients are to be differentiated
-        return *_backward_of_attention(ctx, dout, dlse, AttentionBackward.apply if further else attention_bwd), None
+        return _backward_of_attention(ctx, dout, dlse, AttentionBackward.apply)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -208,8 +203,29 @@ class Attention(Function):
         return AttentionJvp.apply(*inputs, *ctx.options, out.detach(), lse.detach(), *tangents[:5])
 
 
+class PlannedAttention(Function):
+    """(plan, q, k, v, bias, sinks, kv_lens) -> out, or (out, lse) if plan.return_lse.
+
+    Attention for eager mode on a GPU, where the host's time counts. plan computes (out, lse) of these tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Any, *tensors: Any) -> Any:
+        out, lse = plan(*tensors)
+        ctx.save_for_backward(*tensors, None, None, out, lse)
+        ctx.options = plan.options
+        ctx.set_materialize_grads(False)
+        return (out, lse) if plan.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        further = torch.is_grad_enabled()  # the gradients are to be differentiated
+        differentiate = AttentionBackward.apply if further else attention_bwd
+        return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
+
+
 # Function.apply binds arguments by name for functorch; without functorch this is the same, in half the time.
-apply_attention = super(Function, Attention).apply
+apply_planned = super(Function, PlannedAttention).apply
 
 
 class CompiledAttention(Function):
@@ -228,15 +244,18 @@ class CompiledAttention(Function):
         return _backward_of_attention(ctx, dout, dlse, attention_bwd)
 
 
-def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any) -> Any:
-    """The gradients of all arguments of Attention; `differentiate` is attention_bwd, or the Function around it."""
+def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, first: int = 0) -> Any:
+    """The gradients of all arguments of Attention; `differentiate` is attention_bwd, or the Function around it.
+
+    first: which argument of the Function is q.
+    """
     *inputs, out, lse = ctx.saved_tensors
     nothing = (None,) * len(ctx.options)
     if dout is None and dlse is None:
         return (None,) * _N_INPUTS + nothing
     if dout is None:
         dout = torch.zeros_like(out)
-    bias_grad = ctx.needs_input_grad[3]
+    bias_grad = ctx.needs_input_grad[first + 3]
     grads = differentiate(*inputs, *ctx.options, out.detach(), lse.detach(), dout, dlse, bias_grad)
     dq, dk, dv, dbias, dsinks = grads
     return (
@@ -244,7 +263,7 @@ def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any) -
         dk,
         dv,
         dbias if bias_grad else None,
-        dsinks if ctx.needs_input_grad[4] else None,
+        dsinks if ctx.needs_input_grad[first + 4] else None,
         None,
         None,
         None,

@@ -39,7 +39,7 @@ FLOOR_TF32 = 2.0**-11
 
 
 class _MatmulTF32(torch.autograd.Function):
-    """A matrix product of operands rounded to TF32, in every derivative too: for CPUs, which have no TF32."""
+    """A matrix product of operands rounded to TF32, in every derivative too."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -67,12 +67,13 @@ class _EmulateTF32(TorchFunctionMode):
 
 @contextmanager
 def _arithmetic(x: Inputs, o: Options) -> Iterator[None]:
-    """PyTorch's float32 matrix products in the precision that the kernel is asked for."""
+    """PyTorch's float32 matrix products in the precision that the kernel is asked for. TF32 is emulated: PyTorch's own
+    depends on alignment, and products of odd lengths would be a yardstick of float32."""
     tf32 = o.precision == "tf32" and x.q.dtype == torch.float32
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32 and x.q.is_cuda
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with _EmulateTF32() if tf32 and not x.q.is_cuda else nullcontext():
+        with _EmulateTF32() if tf32 else nullcontext():
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

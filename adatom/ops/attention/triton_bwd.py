@@ -32,6 +32,7 @@ from adatom.tiles.triton import (
     KEY,
     NONE,
     QUERY,
+    add,
     at,
     dot,
     keys_of,
@@ -200,8 +201,8 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
     for n0 in range(whole_begin, whole_end, BLOCK_N):
         dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn,
                              stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M,
-                             True, PRECISION, TMA, BLOCK_M, BLOCK_N)
+                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True,
+                             PRECISION, TMA, BLOCK_M, BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
             dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
@@ -295,23 +296,21 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
             Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
         if RIGHT:
             for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h,
-                                          m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
-                                          left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M,
-                                          BLOCK_N)
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0, n0,
+                                          len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
+                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM,
+                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0,
-                                      n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
-                                      scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP,
-                                      False, False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
+            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0, n0, len_q,
+                                      len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right, scale,
+                                      softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP, False,
+                                      False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h,
-                                          m0, n0, len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset,
-                                          left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M,
-                                          BLOCK_N)
+                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0, n0,
+                                          len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
+                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM,
+                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
@@ -338,6 +337,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     shared_heads = heads // bias_heads
@@ -362,7 +362,10 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
         raw = dot(q, k.T, None, PRECISION)
         p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
-        acc += p * (dot(do, v.T, None, PRECISION) - delta[:, None])
+        if q.dtype == tl.float32:
+            acc, lost = add(acc, lost, p * (dot(do, v.T, None, PRECISION) - delta[:, None]))
+        else:
+            acc += p * (dot(do, v.T, None, PRECISION) - delta[:, None])
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 

@@ -35,6 +35,7 @@ from adatom.tiles.triton import (
     KEY,
     NONE,
     QUERY,
+    add,
     at,
     dot,
     keys_of,
@@ -335,27 +336,24 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
             DDBias_h = DDBias + at(b, h, 0, stride_cb, stride_ch, 0)
         if RIGHT:
             for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
-                                          G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
-                                          stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset,
-                                          left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                                          BLOCK_M, BLOCK_N)
+                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h, G_h, U_h,
+                                          Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
+                                          stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
+                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, COLSUM,
+                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
-                                      G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
-                                      stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left,
-                                      right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS,
-                                      COLSUM, SOFTCAP, False, False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA,
-                                      BLOCK_M, BLOCK_N)
+            dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h, G_h, U_h,
+                                      Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm, stride_cqm,
+                                      stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale, softcap,
+                                      HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, COLSUM, SOFTCAP, False,
+                                      False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if LEFT:
             for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h,
-                                          G_h, U_h, Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm,
-                                          stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset,
-                                          left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS,
-                                          DDBIAS, COLSUM, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                                          BLOCK_M, BLOCK_N)
+                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h, G_h, U_h,
+                                          Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
+                                          stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
+                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, COLSUM,
+                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
@@ -386,6 +384,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     DDBias += at(piece // bias_heads, piece % bias_heads, 0, stride_cb, stride_ch, 0)
@@ -425,7 +424,10 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                                  load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
                                  load_row(G + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
                                  load_row(U + row, b, h, m0, len_q, BLOCK_M, False)[:, None], softcap, SOFTCAP)
-        acc += E
+        if q.dtype == tl.float32:
+            acc, lost = add(acc, lost, E)
+        else:
+            acc += E
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 

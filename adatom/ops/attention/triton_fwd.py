@@ -154,9 +154,8 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                               BLOCK_M, BLOCK_N)
     for n0 in range(whole_begin, whole_end, BLOCK_N):
         acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                          stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                          BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA,
-                          BLOCK_M, BLOCK_N)
+                          stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                          BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
             acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,

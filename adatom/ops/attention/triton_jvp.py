@@ -57,7 +57,7 @@ TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
 
 
 @triton.jit
-def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k, stride_kn,
+def _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k, stride_kn,
                   stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
                   scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
                   BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -80,7 +80,10 @@ def _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     acc = dot(p.to(v.dtype), ddv, acc, PRECISION)
-    return dot(pg.to(v.dtype), v, acc, PRECISION), g, l
+    pg = pg.to(v.dtype)
+    if v.dtype != tl.float32:  # what the product below sums, so that it cancels against g O where one key has it all
+        gr += tl.sum(pg.to(tl.float32), 1)
+    return dot(pg, v, acc, PRECISION), g, gr, l
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -129,35 +132,41 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
+    gr = tl.zeros((BLOCK_M,), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
         l += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse)
     if SINKS and DDSINKS:
-        g += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse) * tl.load(DDSinks + h).to(tl.float32)
+        of_sink = tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse) * tl.load(DDSinks + h).to(tl.float32)
+        g += of_sink
+        gr += of_sink
     if LEFT:
         for n0 in range(begin, whole_begin, BLOCK_N):
-            acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
-                                   stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
-                                   stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                                   BLOCK_M, BLOCK_N)
+            acc, g, gr, l = _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0,
+                                          len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
+                                          stride_bn, stride_cm, stride_cn, offset, left, right, scale, softcap,
+                                          HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT,
+                                          True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
     for n0 in range(whole_begin, whole_end, BLOCK_N):
-        acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
-                               stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
-                               stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                               BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA, BLOCK_M,
-                               BLOCK_N)
+        acc, g, gr, l = _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q,
+                                      len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn,
+                                      stride_cm, stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
+                                      BLOCK_D, BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True,
+                                      PRECISION, TMA, BLOCK_M, BLOCK_N)
     if RIGHT or not EVEN_N:
         for n0 in range(whole_end, end, BLOCK_N):
-            acc, g, l = _tangent_step(q, ddq, lse, acc, g, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k,
-                                   stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm,
-                                   stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                                   BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                                   BLOCK_M, BLOCK_N)
+            acc, g, gr, l = _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0,
+                                          len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
+                                          stride_bn, stride_cm, stride_cn, offset, left, right, scale, softcap,
+                                          HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT,
+                                          True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
     o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
     l = tl.where(l == 0.0, 1.0, l)
     g = g / l
-    ddo = acc / l[:, None] - g[:, None] * o
+    if q.dtype != tl.float32:
+        ddo = acc / l[:, None] - (gr / l)[:, None] * o
+    else:
+        ddo = acc / l[:, None] - g[:, None] * o
     store_tile(DDOut, ddo, m0, stride_ddm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     tl.store(G + row + rows, g, mask=rows < len_q)
     if SECOND:
