@@ -179,12 +179,42 @@ def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softc
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32. PRECISION is how float32 operands are multiplied; 16-bit ones are exact."""
-    if PRECISION == "tf32":
-        return tl.dot(to_tf32(a), to_tf32(b), acc, input_precision="tf32")
+def split(x):
+    """float32 as a sum of three bfloat16, the largest first: 24 bits."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """acc + a @ b in float32, or a @ b^T if TRANSPOSED. PRECISION is how float32 operands are multiplied,
+    on tensor cores
+    but for "ieee"; 16-bit ones are exact.
+
+    "bf16x6", "bf16x3": the products of bfloat16 parts that reach 24 bits, 16 bits. Parts of one tile that several
+    products use, or all iterations, are computed once: the compiler sees that they are the same.
+    """
+    if PRECISION == "bf16x6" or PRECISION == "bf16x3":
+        a0, a1, a2 = split(a)
+        b0, b1, b2 = split(b)
+        if TRANSPOSED:
+            b0, b1, b2 = b0.T, b1.T, b2.T
+        r = None
+        if PRECISION == "bf16x6":
+            r = tl.dot(a2, b0)
+            r = tl.dot(a0, b2, r)
+            r = tl.dot(a1, b1, r)
+        r = tl.dot(a1, b0, r)
+        r = tl.dot(a0, b1, r)
+        r = tl.dot(a0, b0, r)
+        return r if acc is None else acc + r
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+        if PRECISION == "tf32":
+            a = to_tf32(a)
+            b = to_tf32(b)
+        return tl.dot(a, b.T if TRANSPOSED else b, acc, input_precision=PRECISION)
 
 
 @triton.jit

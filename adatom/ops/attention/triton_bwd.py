@@ -130,11 +130,11 @@ def _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len
     j = tl.arange(0, BLOCK_N)[None, :]
     k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    raw = dot(q, k.T, None, PRECISION)
+    raw = dot(q, k, None, PRECISION, True)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
     p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
                          SOFTCAP, LEFT, RIGHT, MASK)
-    ds = p * (dot(do, v.T, None, PRECISION) - delta[:, None])
+    ds = p * (dot(do, v, None, PRECISION, True) - delta[:, None])
     if DBIAS == QUERY:
         rowsum += tl.sum(ds, 1)
     if DBIAS == FULL:
@@ -227,11 +227,11 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
     lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)
     delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)
-    raw = dot(k, q.T, None, PRECISION)
+    raw = dot(k, q, None, PRECISION, True)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     p, t = probabilities(raw, lse[None, :], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
                          SOFTCAP, LEFT, RIGHT, MASK)
-    dp = dot(v, do.T, None, PRECISION)
+    dp = dot(v, do, None, PRECISION, True)
     dv = dot(p.to(do.dtype), do, dv, PRECISION)
     ds = p * (dp - delta[None, :])
     if COLSUM:
@@ -359,13 +359,13 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                       HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
         lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
         delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
-        raw = dot(q, k.T, None, PRECISION)
+        raw = dot(q, k, None, PRECISION, True)
         p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         if q.dtype == tl.float32:
-            acc, lost = add(acc, lost, p * (dot(do, v.T, None, PRECISION) - delta[:, None]))
+            acc, lost = add(acc, lost, p * (dot(do, v, None, PRECISION, True) - delta[:, None]))
         else:
-            acc += p * (dot(do, v.T, None, PRECISION) - delta[:, None])
+            acc += p * (dot(do, v, None, PRECISION, True) - delta[:, None])
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 

@@ -149,15 +149,15 @@ def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBi
     ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    raw = dot(q, k.T, None, PRECISION)
+    raw = dot(q, k, None, PRECISION, True)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
     p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
                          SOFTCAP, LEFT, RIGHT, MASK)
-    raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
+    raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
     ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN)
     G, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-    dp = dot(do, v.T, None, PRECISION)
-    H = dot(do, ddv.T, None, PRECISION)
+    dp = dot(do, v, None, PRECISION, True)
+    H = dot(do, ddv, None, PRECISION, True)
     E, to_k, to_ddk, _ = _cotangents(p, t, G, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None], softcap,
                                      SOFTCAP)
     if DBIAS == QUERY:
@@ -258,15 +258,15 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
     delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     g = load_row(G, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     u = load_row(U, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
-    raw = dot(k, q.T, None, PRECISION)
+    raw = dot(k, q, None, PRECISION, True)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     p, t = probabilities(raw, lse, bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS, SOFTCAP,
                          LEFT, RIGHT, MASK)
-    raw_tangent = dot(ddk, q.T, dot(k, ddq.T, None, PRECISION), PRECISION)
+    raw_tangent = dot(ddk, q, dot(k, ddq, None, PRECISION, True), PRECISION, True)
     ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN_N)
     tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-    dp = dot(v, do.T, None, PRECISION)
-    H = dot(ddv, do.T, None, PRECISION)
+    dp = dot(v, do, None, PRECISION, True)
+    H = dot(ddv, do, None, PRECISION, True)
     E, to_q, to_ddq, W = _cotangents(p, t, tangent, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP)
     if COLSUM:
         colsum += tl.sum(E, 1)
@@ -412,14 +412,14 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                       HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
         ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
                         HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-        raw = dot(q, k.T, None, PRECISION)
+        raw = dot(q, k, None, PRECISION, True)
         lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
-        raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
+        raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
         tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-        dp = dot(do, v.T, None, PRECISION)
-        H = dot(do, ddv.T, None, PRECISION)
+        dp = dot(do, v, None, PRECISION, True)
+        H = dot(do, ddv, None, PRECISION, True)
         E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H,
                                  load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
                                  load_row(G + row, b, h, m0, len_q, BLOCK_M, False)[:, None],

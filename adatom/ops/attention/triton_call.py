@@ -121,11 +121,8 @@ class Call:
         }
 
     def precision(self) -> str:
-        """How products are computed. Six of bfloat16 parts are as accurate as three of tf32, and faster
-        (docs/tuning.md); the interpreter has no such thing."""
-        if self.kind == "half":
-            return "ieee"
-        return "bf16x6" if self.kind == "tf32x3" and self.device.arch else self.kind
+        """How products are computed: tf32x3 by six of bfloat16 parts, as accurate and faster (docs/tuning.md)."""
+        return "ieee" if self.kind == "half" else "bf16x6" if self.kind == "tf32x3" else self.kind
 
     def programs(self, length: int, block: int, kv: bool = False) -> int:
         """How many programs cover `length` rows of every (kv) head in blocks; 0 for an empty problem."""

@@ -76,7 +76,7 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
           PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One block of keys: scores, the new running maximum, P, and P V added to the rescaled accumulator."""
     k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    s = dot(q, k.T, None, PRECISION)
+    s = dot(q, k, None, PRECISION, True)
     cols = n0 + tl.arange(0, BLOCK_N)
     if SCALE_MAX:  # nothing comes between q k^T and the softmax: scale the maximum and fold the rest into one FMA
         if MASK:

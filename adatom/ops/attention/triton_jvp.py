@@ -67,8 +67,8 @@ def _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, h
     j = tl.arange(0, BLOCK_N)[None, :]
     k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    raw = dot(q, k.T, None, PRECISION)
-    raw_tangent = dot(q, ddk.T, dot(ddq, k.T, None, PRECISION), PRECISION)
+    raw = dot(q, k, None, PRECISION, True)
+    raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
     p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
                          SOFTCAP, LEFT, RIGHT, MASK)
