@@ -26,8 +26,8 @@ def direct(compiled, programs, device, rest):
 
 
 def _mend_interpreter() -> None:
-    """What Triton's interpreter leaves out of a dot: it multiplies bfloat16 as the raw 16-bit integers it keeps, and
-    TF32 operands with all their bits. Widen the first, cut the second as tensor cores do."""
+    """What Triton's interpreter does unlike a GPU: it truncates to bfloat16 (round to nearest), multiplies bfloat16 as
+    the raw 16-bit integers it keeps (widen them) and TF32 operands with all their bits (cut them)."""
     import numpy as np
     import triton.language as tl
     from triton._C.libtriton import ir
@@ -45,7 +45,18 @@ def _mend_interpreter() -> None:
     def mended(self, a, b, d, precision, *rest):
         return create_dot(self, operand(self, a, precision), operand(self, b, precision), d, precision, *rest)
 
+    cast_impl = InterpreterBuilder.cast_impl
+
+    def nearest(self, src, dst_type):
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            bits = src.data.astype(np.float32).view(np.uint32)
+            up = ((bits >> 16) & np.uint32(1)) + np.uint32(0x7FFF)
+            bits = np.where(np.isnan(src.data), np.uint32(0x7FC00000), bits + up)
+            return TensorHandle((bits >> 16).astype(np.uint16), tl.bfloat16)
+        return cast_impl(self, src, dst_type)
+
     InterpreterBuilder.create_dot = mended
+    InterpreterBuilder.cast_impl = nearest
 
 
 if interpreting():

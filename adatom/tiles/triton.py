@@ -194,7 +194,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
     but for "ieee"; 16-bit ones are exact.
 
     "bf16x6", "bf16x3": the products of bfloat16 parts that reach 24 bits, 16 bits. Parts of one tile that several
-    products use, or all iterations, are computed once: the compiler sees that they are the same.
+    products use, or all iterations, are computed once: the compiler sees that they are the same. "bf16x6 apart"
+    computes them for each product anew, which takes less shared memory.
     """
     if PRECISION == "bf16x6" or PRECISION == "bf16x3":
         a0, a1, a2 = split(a)
@@ -214,7 +215,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
         if PRECISION == "tf32":
             a = to_tf32(a)
             b = to_tf32(b)
-        return tl.dot(a, b.T if TRANSPOSED else b, acc, input_precision=PRECISION)
+        return tl.dot(a, b.T if TRANSPOSED else b, acc,
+                      input_precision="bf16x6" if PRECISION == "bf16x6 apart" else PRECISION)
 
 
 @triton.jit

@@ -51,10 +51,11 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 Q_CONFIGS: Configs = {
     90: {
+        ("half bias", 32): Config(64, 64, 4, 3),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(128, 64, 8, 3, tma=True),
         ("half", 256): Config(64, 32, 8, 2, tma=True),
-        ("tf32", 64): Config(128, 64, 8, 2, tma=True),
+        ("tf32", 64): Config(128, 32, 8, 1),
         ("tf32", 128): Config(64, 32, 8, 1),
         ("tf32", 256): Config(32, 32, 8, 1),
         ("tf32x3", 64): Config(128, 64, 8, 2, tma=True),
@@ -73,16 +74,18 @@ Q_CONFIGS[80] = Q_CONFIGS[90] | {
     ("half", 256): Config(32, 32, 8, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
+Q_CONFIGS[100] = Q_CONFIGS[90]
 
 KV_CONFIGS: Configs = {
     90: {
+        ("half bias", 32): Config(64, 64, 4, 2, tma=True),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True),
         ("half", 256): Config(32, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(64, 128, 8, 1),
+        ("tf32", 64): Config(64, 64, 4, 2, tma=True),
         ("tf32", 128): Config(32, 64, 8, 1),
         ("tf32", 256): Config(16, 32, 8, 1),
-        ("tf32x3", 64): Config(64, 128, 8, 1),
+        ("tf32x3", 64): Config(64, 64, 4, 1),
         ("tf32x3", 128): Config(16, 64, 8, 1),
         ("tf32x3", 256): Config(16, 32, 8, 1),
         ("ieee", 64): Config(32, 32, 8, 1),
@@ -98,10 +101,11 @@ KV_CONFIGS[80] = KV_CONFIGS[90] | {
     ("half", 256): Config(16, 64, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
+KV_CONFIGS[100] = KV_CONFIGS[90]
 
 BIAS_CONFIGS: Configs = {
     90: {
-        ("half", 64): Config(64, 64, 4, 2),
+        ("half", 64): Config(64, 64, 4, 3),
         ("half", 128): Config(64, 64, 4, 2),
         ("half", 256): Config(64, 32, 8, 1),
         ("tf32", 64): Config(64, 32, 4, 1),
@@ -116,6 +120,7 @@ BIAS_CONFIGS: Configs = {
     },
 }
 BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
+BIAS_CONFIGS[100] = BIAS_CONFIGS[90]
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
 
 

@@ -58,7 +58,7 @@ Q_CONFIGS: Configs = {
         ("half", 64): Config(128, 64, 8, 3, tma=True),
         ("half", 128): Config(64, 32, 4, 2, tma=True),
         ("half", 256): Config(32, 32, 8, 1, tma=True),
-        ("tf32", 64): Config(128, 64, 8, 2),
+        ("tf32", 64): Config(128, 64, 8, 1),
         ("tf32", 128): Config(32, 16, 8, 1),
         ("tf32", 256): Config(16, 16, 8, 1),
         ("tf32x3", 64): Config(128, 64, 8, 1),
@@ -77,13 +77,14 @@ Q_CONFIGS[80] = Q_CONFIGS[90] | {
     ("half", 256): Config(16, 16, 4, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
+Q_CONFIGS[100] = Q_CONFIGS[90]
 
 KV_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(32, 64, 8, 1, tma=True),
         ("half", 256): Config(16, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(32, 128, 8, 1),
+        ("tf32", 64): Config(64, 128, 8, 1),
         ("tf32", 128): Config(16, 32, 8, 1),
         ("tf32", 256): Config(16, 16, 8, 1),
         ("tf32x3", 64): Config(32, 128, 8, 1),
@@ -102,6 +103,7 @@ KV_CONFIGS[80] = KV_CONFIGS[90] | {
     ("half", 256): Config(16, 32, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
+KV_CONFIGS[100] = KV_CONFIGS[90]
 
 BIAS_CONFIGS: Configs = {
     90: {
@@ -120,6 +122,7 @@ BIAS_CONFIGS: Configs = {
     },
 }
 BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
+BIAS_CONFIGS[100] = BIAS_CONFIGS[90]
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
 
 @triton.jit
@@ -473,6 +476,8 @@ def _kv_launch(
         *d.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, COLSUM=colsum, TMA=tma)
+    if meta["PRECISION"] == "bf16x6" and call.device.arch:  # k, v, ddk and ddv in parts would fill the shared memory
+        meta["PRECISION"] = "bf16x6 apart"
     blocks = dict.fromkeys(("Q", "DDQ", "DOut", "Lse", "G", "U", "Delta"), config.block_m) if tma else {}
     return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
 

@@ -53,20 +53,27 @@ def forcing(name: str, config: Config) -> Iterator[None]:
 
 
 def family(arch: int) -> int:
-    """The architecture whose configurations serve `arch`: 90 (TMA; 227 KB of shared memory), 80 (163 KB), 86 (99)."""
+    """The architecture whose tables serve `arch`: 90 and 100 (227 KB of shared memory), 80 (163 KB) or 86 (99 KB)."""
     if 90 <= arch < 120:
-        return 90
+        return 90 if arch < 100 else 100
     return 80 if arch in (80, 87) else 86
 
 
 def pick(name: str, configs: Configs, call: Call) -> Config:
-    """The configuration of kernel `name` for this call."""
+    """The configuration of kernel `name` for this call.
+
+    A table has a line for each kind of arithmetic and each of the head_dims 64, 128 and 256, up to which it serves. It
+    may have more for head_dim 32, and for calls with an option that costs registers or bandwidth: "half bias",
+    "half packed".
+    """
     if name in _forced:
         return _forced[name]
     if call.device.arch == 0:
         return _INTERPRETED
-    dim = max(call.head_dim, call.head_dim_v)
-    return configs[family(call.device.arch)][call.kind, 64 if dim <= 64 else 128 if dim <= 128 else 256]
+    table, dim = configs[family(call.device.arch)], max(call.head_dim, call.head_dim_v)
+    option = " bias" if call.meta["BIAS"] else " packed" if call.varlen else ""
+    keys = ((kind, d) for d in (32, 64, 128, 256) if dim <= d for kind in (call.kind + option, call.kind))
+    return next(table[key] for key in keys if key in table)
 
 
 def _pow2(n: int) -> int:
@@ -121,8 +128,12 @@ class Call:
         }
 
     def precision(self) -> str:
-        """How products are computed: tf32x3 by six of bfloat16 parts, as accurate and faster (docs/tuning.md)."""
-        return "ieee" if self.kind == "half" else "bf16x6" if self.kind == "tf32x3" else self.kind
+        """How products are computed: of bfloat16 parts where those are as fast and more accurate (docs/tuning.md)."""
+        if self.kind == "half":
+            return "ieee"
+        if self.kind == "tf32x3":
+            return "bf16x6"
+        return "bf16x3" if self.kind == "tf32" and self.device.arch >= 90 else self.kind
 
     def programs(self, length: int, block: int, kv: bool = False) -> int:
         """How many programs cover `length` rows of every (kv) head in blocks; 0 for an empty problem."""

@@ -31,7 +31,9 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
+        ("half bias", 32): Config(64, 64, 4, 3),
         ("half", 64): Config(128, 64, 8, 3, tma=True),
+        ("half bias", 128): Config(128, 64, 8, 3),
         ("half", 128): Config(64, 64, 4, 3, tma=True),
         ("half", 256): Config(128, 64, 8, 2, tma=True),
         ("tf32", 64): Config(128, 32, 8, 1),
@@ -59,6 +61,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("ieee", 256): Config(16, 32, 8, 1),
     },
 }
+CONFIGS[100] = CONFIGS[90]
 CONFIGS[86] = CONFIGS[80] | {
     ("half", 64): Config(128, 64, 4, 2),
     ("half", 128): Config(64, 64, 4, 2),

@@ -35,10 +35,10 @@ TANGENT_CONFIGS: Configs = {
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True),
         ("half", 256): Config(64, 32, 8, 1, tma=True),
-        ("tf32", 64): Config(128, 64, 8, 2, tma=True),
-        ("tf32", 128): Config(64, 16, 8, 1),
-        ("tf32", 256): Config(32, 16, 8, 1),
-        ("tf32x3", 64): Config(128, 64, 8, 1),
+        ("tf32", 64): Config(64, 64, 4, 2, tma=True),
+        ("tf32", 128): Config(64, 32, 8, 1),
+        ("tf32", 256): Config(32, 32, 8, 1),
+        ("tf32x3", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32x3", 128): Config(32, 32, 8, 1),
         ("tf32x3", 256): Config(16, 16, 8, 1),
         ("ieee", 64): Config(32, 16, 8, 1),
@@ -54,6 +54,7 @@ TANGENT_CONFIGS[80] = TANGENT_CONFIGS[90] | {
     ("half", 256): Config(32, 16, 8, 1),
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
+TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90]
 
 
 @triton.jit
