@@ -80,8 +80,8 @@ class Report(NamedTuple):
 
     registers: per thread. spill: bytes of register spill stores; spill_allowed: what its configuration allows. shared:
     bytes of shared memory. tensor_cores: tensor-core instructions by kind. tma_loads, tma_stores: bulk tensor copies.
-    local_loads, local_stores: instructions that touch thread-local memory. seconds: time to compile, near 0 if Triton's
-    cache had it. failure: None, or why this specialisation fails.
+    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. seconds:
+    time to compile, near 0 if Triton's cache had it. failure: None, or why this specialisation fails.
     """
 
     arch: str
@@ -100,6 +100,7 @@ class Report(NamedTuple):
     tma_stores: int = 0
     local_loads: int = 0
     local_stores: int = 0
+    traps: int = 0
     seconds: float = 0.0
     failure: str | None = None
 
@@ -285,6 +286,7 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "tma_stores": count("UTMASTG") + count("UTMAREDG"),
         "local_loads": count("LDL"),
         "local_stores": count("STL"),
+        "traps": count("BPT.TRAP"),
     }
 
 
@@ -318,6 +320,8 @@ def build(spec: Spec) -> Report:
     except Exception as error:
         return report._replace(failure=_reason(error))
     report = report._replace(**found, shared=compiled.metadata.shared, seconds=round(seconds, 3))
+    if report.traps and report.registers < 16:
+        return report._replace(failure="is nothing but a trap: the compiler gave up, mostly for want of tensor memory")
     if report.shared > limit:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
     if report.spill > spec.spill:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import (
+    LOW_TILES,
     NO_SPECIALIZE,
     Call,
     Config,
@@ -74,11 +75,12 @@ Q_CONFIGS[80] = Q_CONFIGS[90] | {
     ("half", 256): Config(32, 32, 8, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
-Q_CONFIGS[100] = Q_CONFIGS[90]
+Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 
 KV_CONFIGS: Configs = {
     90: {
         ("half bias", 32): Config(64, 64, 4, 2, tma=True),
+        ("half packed", 64): Config(64, 64, 8, 3),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True),
         ("half", 256): Config(32, 64, 8, 1, tma=True),
@@ -96,12 +98,16 @@ KV_CONFIGS: Configs = {
 KV_CONFIGS[80] = KV_CONFIGS[90] | {
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(16, 32, 4, 1),
-    ("half", 64): Config(32, 128, 4, 2),
+    ("half", 64): Config(32, 128, 8, 2),
     ("half", 128): Config(32, 64, 4, 2),
     ("half", 256): Config(16, 64, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
-KV_CONFIGS[100] = KV_CONFIGS[90]
+KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
+    ("half", 64): Config(64, 64, 8, 3, tma=True),
+    ("half", 128): Config(64, 64, 8, 2, tma=True),
+    ("half packed", 64): Config(64, 64, 8, 3),
+}
 
 BIAS_CONFIGS: Configs = {
     90: {
@@ -120,7 +126,7 @@ BIAS_CONFIGS: Configs = {
     },
 }
 BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
-BIAS_CONFIGS[100] = BIAS_CONFIGS[90]
+BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
 
 

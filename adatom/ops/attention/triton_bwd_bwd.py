@@ -16,6 +16,7 @@ import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import (
+    LOW_TILES,
     NO_SPECIALIZE,
     Call,
     Config,
@@ -58,10 +59,10 @@ Q_CONFIGS: Configs = {
         ("half", 64): Config(128, 64, 8, 3, tma=True),
         ("half", 128): Config(64, 32, 4, 2, tma=True),
         ("half", 256): Config(32, 32, 8, 1, tma=True),
-        ("tf32", 64): Config(128, 64, 8, 1),
+        ("tf32", 64): Config(128, 64, 8, 1, spill=1024),
         ("tf32", 128): Config(32, 16, 8, 1),
         ("tf32", 256): Config(16, 16, 8, 1),
-        ("tf32x3", 64): Config(128, 64, 8, 1),
+        ("tf32x3", 64): Config(128, 64, 8, 1, spill=1024),
         ("tf32x3", 128): Config(32, 16, 8, 1),
         ("tf32x3", 256): Config(16, 16, 8, 1),
         ("ieee", 64): Config(32, 16, 8, 1),
@@ -70,21 +71,23 @@ Q_CONFIGS: Configs = {
     },
 }
 Q_CONFIGS[80] = Q_CONFIGS[90] | {
-    ("tf32", 64): Config(64, 32, 4, 1),
+    ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 32, 4, 2),
     ("half", 128): Config(32, 32, 4, 1),
     ("half", 256): Config(16, 16, 4, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
-Q_CONFIGS[100] = Q_CONFIGS[90]
+Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 
 KV_CONFIGS: Configs = {
     90: {
+        ("half bias", 64): Config(64, 64, 8, 2, tma=True),
+        ("half packed", 64): Config(64, 64, 8, 2),
         ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(32, 64, 8, 1, tma=True),
         ("half", 256): Config(16, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(64, 128, 8, 1),
+        ("tf32", 64): Config(32, 128, 8, 1),
         ("tf32", 128): Config(16, 32, 8, 1),
         ("tf32", 256): Config(16, 16, 8, 1),
         ("tf32x3", 64): Config(32, 128, 8, 1),
@@ -98,12 +101,12 @@ KV_CONFIGS: Configs = {
 KV_CONFIGS[80] = KV_CONFIGS[90] | {
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(16, 32, 4, 1),
-    ("half", 64): Config(32, 64, 4, 1),
+    ("half", 64): Config(32, 64, 8, 1),
     ("half", 128): Config(16, 64, 8, 1),
     ("half", 256): Config(16, 32, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
-KV_CONFIGS[100] = KV_CONFIGS[90]
+KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {("half", 64): Config(64, 64, 8, 2, tma=True)}
 
 BIAS_CONFIGS: Configs = {
     90: {
@@ -121,8 +124,8 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
-BIAS_CONFIGS[100] = BIAS_CONFIGS[90]
+BIAS_CONFIGS[80] = BIAS_CONFIGS[90] | {("half", 64): Config(32, 64, 8, 1)}
+BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
 
 @triton.jit

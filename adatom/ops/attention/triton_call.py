@@ -35,6 +35,13 @@ class Config(NamedTuple):
 NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]  # numbers that vary freely
 Configs = dict[int, dict[tuple[str, int], Config]]
 _INTERPRETED = Config(16, 16, 4, 1)
+# float32 on sm_100: tiles too low for its matrix unit, whose memory the parts of larger ones overflow (the compiler
+# then makes a kernel of one trap; `adatom compile` tells)
+LOW_TILES: dict[tuple[str, int], Config] = {
+    (kind, dim): config
+    for kind in ("tf32", "tf32x3")
+    for dim, config in ((64, Config(32, 32, 4, 1)), (128, Config(32, 32, 8, 1)), (256, Config(16, 16, 8, 1)))
+}
 _forced: dict[str, Config] = {}
 
 

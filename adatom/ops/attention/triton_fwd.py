@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
-from adatom.ops.attention.triton_call import Call, Config, pick, remembered
+from adatom.ops.attention.triton_call import LOW_TILES, Call, Config, pick, remembered
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LN2,
@@ -61,7 +61,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("ieee", 256): Config(16, 32, 8, 1),
     },
 }
-CONFIGS[100] = CONFIGS[90]
+CONFIGS[100] = CONFIGS[90] | LOW_TILES
 CONFIGS[86] = CONFIGS[80] | {
     ("half", 64): Config(128, 64, 4, 2),
     ("half", 128): Config(64, 64, 4, 2),

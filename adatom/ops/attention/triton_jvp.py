@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
-from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, Config, Configs, broadcast_strides, pick, remembered
+from adatom.ops.attention.triton_call import (
+    LOW_TILES,
+    NO_SPECIALIZE,
+    Call,
+    Config,
+    Configs,
+    broadcast_strides,
+    pick,
+    remembered,
+)
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LOG2E,
@@ -38,7 +47,7 @@ TANGENT_CONFIGS: Configs = {
         ("tf32", 64): Config(64, 64, 4, 2, tma=True),
         ("tf32", 128): Config(64, 32, 8, 1),
         ("tf32", 256): Config(32, 32, 8, 1),
-        ("tf32x3", 64): Config(128, 64, 8, 2, tma=True),
+        ("tf32x3", 64): Config(128, 64, 8, 2, tma=True, spill=1024),
         ("tf32x3", 128): Config(32, 32, 8, 1),
         ("tf32x3", 256): Config(16, 16, 8, 1),
         ("ieee", 64): Config(32, 16, 8, 1),
@@ -54,7 +63,7 @@ TANGENT_CONFIGS[80] = TANGENT_CONFIGS[90] | {
     ("half", 256): Config(32, 16, 8, 1),
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
-TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90]
+TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES
 
 
 @triton.jit

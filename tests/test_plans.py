@@ -1,0 +1,139 @@
+"""The short way of repeated calls on a GPU, walked here on CPU tensors through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import adatom
+from adatom.ops.attention import api, op
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import torch, adatom
+from adatom.ops.attention import api, op, triton_call
+
+op._FIRST_DEVICE = -1  # CPU tensors may take the short way too
+torch.set_num_threads(1)
+built = []
+call = triton_call.Call.__init__
+triton_call.Call.__init__ = lambda self, *a: (built.append(1), call(self, *a))[1]
+
+def tensors(seed, n=21, grad=True):
+    torch.manual_seed(seed)
+    return [torch.randn(1, 2, n, 16, requires_grad=grad) for _ in range(3)]
+
+def three_orders(q, k, v, **options):
+    out = adatom.attention(q, k, v, backend="triton", causal=True, **options)
+    grads = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))
+    return out, *grads, *second
+
+def dense(q, k, v, **options):
+    out = adatom.attention(q, k, v, backend="reference", causal=True, **options)
+    grads = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
+    return out, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))
+
+def close(a, b):
+    for x, y in zip(a, b):
+        assert torch.allclose(x, y, rtol=1e-3, atol=1e-4), (x - y).abs().max()
+
+first = tensors(0)
+close(three_orders(*first), dense(*first))
+n = len(built)
+assert n == 6, n  # forward, two passes of the backward, three of the double backward
+for seed in (1, 2):  # other numbers, the same signature: nothing is worked out again
+    again = tensors(seed)
+    close(three_orders(*again), dense(*again))
+assert len(built) == n
+for other in (tensors(3, n=22), [x.detach().double().float().requires_grad_() for x in tensors(4)]):
+    close(three_orders(*other), dense(*other))
+assert len(built) == n + 6  # another length, and the old one
+strided = [torch.randn(1, 21, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
+close(three_orders(*strided), dense(*strided))
+assert len(built) == n + 12
+out, lse = adatom.attention(*first, backend="triton", causal=True, return_lse=True)
+assert lse.requires_grad and lse.shape == (1, 2, 21)
+close(torch.autograd.grad(lse.sum(), first[:2]), torch.autograd.grad(
+    adatom.attention(*first, backend="reference", causal=True, return_lse=True)[1].sum(), first[:2]))
+with torch.no_grad():
+    assert not adatom.attention(*first, backend="triton").requires_grad
+frozen = tensors(5, grad=False)
+assert adatom.attention(*frozen, backend="triton").grad_fn is None
+assert adatom.attention(frozen[0], frozen[1], first[2], backend="triton").requires_grad
+"""
+
+
+def test_repeated_calls_are_remembered_and_right():
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """CPU tensors may take the short way; nothing is remembered from before."""
+    monkeypatch.setattr(op, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(op, "_ready", {})
+    monkeypatch.setattr(api, "_plans", {})
+
+
+def test_what_differs_has_a_signature_of_its_own(short):
+    q = torch.randn(2, 3, 8, 16)
+    odd = torch.empty(2 * 3 * 8 * 16 + 1)[1:].view(2, 3, 8, 16)  # not aligned to 16 bytes
+    others = [q[:1], q.double(), q.transpose(1, 2), q[:, :, ::2], odd, q.transpose(1, 2).contiguous().transpose(1, 2)]
+    keys = {op.signature((x,)) for x in (q, *others)}
+    assert len(keys) == 7 and op.signature((torch.randn(2, 3, 8, 16),)) in keys
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not before)
+    try:
+        assert op.signature((q,)) not in keys
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_what_others_look_on_goes_the_long_way(short, monkeypatch):
+    class Mine(torch.Tensor):
+        pass
+
+    q = torch.randn(1, 2, 8, 16)
+    planned = lambda *a: api._planned((*a, None, False, None, None, None, None, None, None), None, False)  # noqa: E731
+    assert planned(q, q, q) is not None
+    assert planned(q, q, q.as_subclass(Mine)) is None
+    assert planned(torch._neg_view(q), q, q) is None
+    assert api._planned((q, q, q, None, False, [1, 2], None, None, None, None, None), None, False) is None
+    assert planned(q.transpose(2, 3).contiguous().transpose(2, 3), q, q) is None  # would be copied
+    seen = []
+    torch.func.vmap(lambda x: seen.append(planned(x, x, x)) or x)(q[None])
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(planned(q, q, q))
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        seen.append(planned(q, q, q))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        seen.append(planned(q, q, q))
+    assert seen == [None] * 4
+
+
+def test_a_remembered_call_still_refuses_what_is_wrong(short):
+    q = torch.randn(1, 2, 8, 16)
+    adatom.attention(q, q, q)
+    for k, v in ((q, q[0]), (q[..., :8], q), (q, q.double()), (q, torch.randn(1, 2, 9, 16))):
+        with pytest.raises((ValueError, TypeError), match="adatom: expected"):
+            adatom.attention(q, k, v)
+
+
+def test_memory_of_calls_is_bounded(short, monkeypatch):
+    for n in range(1, 20):
+        adatom.attention(*[torch.randn(1, 1, n, 8)] * 3)
+    assert len(api._plans) == 19
+    api._plans.update(dict.fromkeys(range(5000)))
+    op._ready.update(dict.fromkeys(range(5000)))
+    adatom.attention(*[torch.randn(1, 1, 30, 8)] * 3)
+    assert len(api._plans) == len(op._ready) == 1
