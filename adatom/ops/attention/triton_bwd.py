@@ -23,6 +23,7 @@ from adatom.ops.attention.triton_call import (
     bias_side,
     column_sums,
     pick,
+    plain,
     reduce_to,
     remembered,
     sink_grad,
@@ -67,7 +68,7 @@ Q_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-Q_CONFIGS[80] = Q_CONFIGS[90] | {
+Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
     ("tf32", 64): Config(64, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 64, 4, 2),
@@ -80,7 +81,7 @@ Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 KV_CONFIGS: Configs = {
     90: {
         ("half bias", 32): Config(64, 64, 4, 2, tma=True),
-        ("half packed", 64): Config(64, 64, 8, 3),
+        ("half packed", 64): Config(32, 64, 4, 2),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True),
         ("half", 256): Config(32, 64, 8, 1, tma=True),
@@ -95,7 +96,7 @@ KV_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-KV_CONFIGS[80] = KV_CONFIGS[90] | {
+KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(16, 32, 4, 1),
     ("half", 64): Config(32, 128, 8, 2),
@@ -106,7 +107,7 @@ KV_CONFIGS[86] = KV_CONFIGS[80]
 KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
     ("half", 64): Config(64, 64, 8, 3, tma=True),
     ("half", 128): Config(64, 64, 8, 2, tma=True),
-    ("half packed", 64): Config(64, 64, 8, 3),
+    ("half packed", 64): Config(32, 64, 4, 1),
 }
 
 BIAS_CONFIGS: Configs = {
@@ -125,7 +126,7 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-BIAS_CONFIGS[80] = BIAS_CONFIGS[90]
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90])
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
 

@@ -25,6 +25,7 @@ from adatom.ops.attention.triton_call import (
     bias_side,
     column_sums,
     pick,
+    plain,
     reduce_to,
     remembered,
     sink_grad,
@@ -70,7 +71,7 @@ Q_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-Q_CONFIGS[80] = Q_CONFIGS[90] | {
+Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 32, 4, 2),
@@ -83,7 +84,7 @@ Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 KV_CONFIGS: Configs = {
     90: {
         ("half bias", 64): Config(64, 64, 8, 2, tma=True),
-        ("half packed", 64): Config(64, 64, 8, 2),
+        ("half packed", 64): Config(32, 64, 4, 1),
         ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(32, 64, 8, 1, tma=True),
         ("half", 256): Config(16, 64, 8, 1, tma=True),
@@ -98,7 +99,7 @@ KV_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-KV_CONFIGS[80] = KV_CONFIGS[90] | {
+KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(16, 32, 4, 1),
     ("half", 64): Config(32, 64, 8, 1),
@@ -124,7 +125,7 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-BIAS_CONFIGS[80] = BIAS_CONFIGS[90] | {("half", 64): Config(32, 64, 8, 1)}
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(32, 64, 8, 1)}
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
 

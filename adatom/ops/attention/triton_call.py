@@ -87,6 +87,11 @@ def _pow2(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def plain(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
+    """The lines of a table without those for calls with an option."""
+    return {key: config for key, config in table.items() if " " not in key[0]}
+
+
 def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:
     """The Launch called `name` that earlier calls of this signature built, or a new one."""
     if not isinstance(x, Remembered) or _forced:

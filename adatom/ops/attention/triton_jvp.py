@@ -18,6 +18,7 @@ from adatom.ops.attention.triton_call import (
     Configs,
     broadcast_strides,
     pick,
+    plain,
     remembered,
 )
 from adatom.tiles.launch import Launch
@@ -55,7 +56,7 @@ TANGENT_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1),
     },
 }
-TANGENT_CONFIGS[80] = TANGENT_CONFIGS[90] | {
+TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
     ("tf32", 64): Config(64, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 32, 4, 2),
