@@ -40,7 +40,11 @@ _INTERPRETED = Config(16, 16, 4, 1)
 LOW_TILES: dict[tuple[str, int], Config] = {
     (kind, dim): config
     for kind in ("tf32", "tf32x3")
-    for dim, config in ((64, Config(32, 32, 4, 1)), (128, Config(32, 32, 8, 1)), (256, Config(16, 16, 8, 1)))
+    for dim, config in (
+        (64, Config(32, 32, 4, 1)),
+        (128, Config(32, 32, 8, 1, spill=2048)),
+        (256, Config(16, 16, 4, 1, spill=32768)),
+    )
 }
 _forced: dict[str, Config] = {}
 
