@@ -1,6 +1,9 @@
 """Every python block of the README and of docs/ runs as it is written, on a CPU; links lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -63,3 +66,10 @@ def test_commands_in_the_readme_exist():
     assert named >= {"doctor", "demo", "verify", "bench", "compile"}
     for name in named:
         assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_the_readme_shows_the_recorded_results():
+    shown = (ROOT / "README.md").read_text().split("<!-- results:begin -->")[1].split("<!-- results:end -->")[0].strip()
+    command = [sys.executable, "-m", "adatom", "bench", "--tables", str(ROOT / "results" / "nvidia_h100.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "400"}, cwd=ROOT)
+    assert done.returncode == 0 and shown == done.stdout.strip()
