@@ -93,7 +93,7 @@ def test_failures(toys, arch):
     assert spills["local_stores"] > 0
     assert spills["failure"] == f"spills {spills['spill']} bytes; its configuration allows 0"
     calm = toys[arch, "centre", 64]
-    assert (calm["spill"], calm["spill_allowed"], calm["failure"]) == (0, 64, None)
+    assert (calm["spill"], calm["spill_allowed"], calm["failure"]) == (0, 80, None)  # 64 and a quarter
     large = toys[arch, "product", 128]
     assert large["failure"].startswith(f"needs {large['shared']} bytes of shared memory; {arch} has")
     assert large["shared"] > large["shared_limit"] > 160_000
