@@ -230,6 +230,8 @@ def alive(device: torch.device) -> bool:
     """Whether this process can still use the device: after an illegal access, nothing runs on a GPU any more."""
     try:
         torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return True
     except RuntimeError:
         return False
     return True
@@ -294,6 +296,7 @@ def spread(cases: Sequence[Case], rows: Sequence[Row], device: torch.device, job
     finally:
         for process in processes:
             process.terminate()
+            process.join()  # its memory is free
 
 
 def _examine_all(todo: Any, found: Any, rows: Sequence[Row], device: torch.device) -> None:
@@ -303,7 +306,8 @@ def _examine_all(todo: Any, found: Any, rows: Sequence[Row], device: torch.devic
         try:
             results = examine_case(case, rows, device)
         except Exception as error:
-            words = f"could not be judged: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            said = (str(error).strip() or "nothing said").splitlines()[0]
+            words = f"could not be judged: {type(error).__name__}: {said}"
             results = [Result(row.op, row.backend, case.name, "", math.inf, words) for row in rows]
         crashed = not alive(device)
         found.put((results, crashed))

@@ -18,7 +18,7 @@ SCRIPT = """
 import torch, adatom
 from adatom.ops.attention import api, op, triton_call
 
-op._FIRST_DEVICE = -1  # CPU tensors may take the short way too
+op._ANY_DEVICE = True  # CPU tensors may take the short way too
 torch.set_num_threads(1)
 built = []
 call = triton_call.Call.__init__
@@ -79,7 +79,7 @@ def test_repeated_calls_are_remembered_and_right():
 @pytest.fixture
 def short(monkeypatch):
     """CPU tensors may take the short way; nothing is remembered from before."""
-    monkeypatch.setattr(op, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(op, "_ANY_DEVICE", True)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(api, "_plans", {})
 
@@ -119,6 +119,40 @@ def test_what_others_look_on_goes_the_long_way(short, monkeypatch):
         patch.setattr(torch, "is_autocast_enabled", lambda device: True)
         seen.append(planned(q, q, q))
     assert seen == [None] * 4
+
+
+def test_options_given_as_tensors_count_by_value(short):
+    q = torch.randn(1, 2, 8, 16)
+    for scale in (0.3, 0.9):
+        as_tensor = adatom.attention(q, q, q, scale=torch.tensor(scale))
+        assert torch.allclose(as_tensor, adatom.attention(q, q, q, scale=scale), atol=1e-6)
+
+
+def test_forward_mode_over_a_planned_backward(short):
+    q = torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True)
+    along = torch.randn_like(q)
+    with torch.enable_grad():
+        out = adatom.attention(q, q.detach(), q.detach())
+    assert "Planned" in type(out.grad_fn).__name__
+    with torch.autograd.forward_ad.dual_level():
+        dout = torch.autograd.forward_ad.make_dual(torch.ones_like(out), along)
+        (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
+        tangent = torch.autograd.forward_ad.unpack_dual(dq).tangent
+    (want,) = torch.autograd.grad(out, q, along)  # dq is linear in dout
+    assert torch.allclose(tangent, want)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traces_and_tensors_without_storage_go_the_long_way(short):
+    q = torch.randn(1, 2, 8, 16)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: adatom.attention(x, x, x), (q,))
+        other = torch.randn(1, 2, 8, 16)
+        assert torch.allclose(traced(other), adatom.attention(other, other, other), atol=1e-6)
+    leaked = []
+    torch.func.grad(lambda x: (leaked.append(x), x.sum())[1])(q)
+    assert op.signature((leaked[0],)) is None
+    assert op.signature((torch._efficientzerotensor((1, 2, 8, 16)),)) is None
 
 
 def test_a_remembered_call_still_refuses_what_is_wrong(short):

@@ -181,16 +181,21 @@ _plans: dict[Any, _Plan] = {}
 
 
 def _planned(args: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
-    """The plan of a call, `args` being those of `_checked`; None for those that are traced, transformed, cast or
-    copied, and for tensors that are not on a GPU."""
+    """The plan of a call, `args` being those of `_checked`; None for those that are traced, profiled, transformed,
+    cast or copied, and for tensors that are not on a GPU."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
         or torch.is_autocast_enabled("cuda")
         or forward_ad._current_level >= 0
     ):
         return None
+    if any(isinstance(a, torch.Tensor) for a in (*args[4:7], *args[9:])):
+        return None  # an option's value is not in the signature of a tensor
     key = signature(args)
     if key is None:
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
@@ -47,7 +47,7 @@ _N_CALL = _N_INPUTS + _N_OPTIONS + 1  # the tensors, the options, the backend
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_FIRST_DEVICE = 0  # get_device() is -1 for what is not on a GPU
+_ANY_DEVICE = False  # for tests
 _ready: dict[Any, tuple[Any, dict[str, Any]]] = {}  # signature of a call -> its launcher, and the launcher's memo
 
 
@@ -58,10 +58,13 @@ def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if x is None:
             key.append(None)
         elif type(x) in _PLAIN:
-            device = x.get_device()
-            if device < _FIRST_DEVICE or x.is_neg():
+            if not (x.is_cuda or _ANY_DEVICE) or x.is_neg():
                 return None
-            key.append((x.shape, x.stride(), x.dtype, device, x.data_ptr() % 16))
+            try:
+                address = x.data_ptr()
+            except RuntimeError:  # no storage: a dead wrapper of functorch, a zero tensor
+                return None
+            key.append((x.shape, x.stride(), x.dtype, x.get_device(), address % 16))
         elif isinstance(x, torch.Tensor):
             return None
         else:
@@ -219,7 +222,7 @@ class PlannedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
-        further = torch.is_grad_enabled()  # the gradients are to be differentiated
+        further = torch.is_grad_enabled() or forward_ad._current_level >= 0  # the gradients are to be differentiated
         differentiate = AttentionBackward.apply if further else attention_bwd
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
 
