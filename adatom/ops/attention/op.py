@@ -62,7 +62,9 @@ def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
                 return None
             try:
                 address = x.data_ptr()
-            except RuntimeError:  # no storage: a dead wrapper of functorch, a zero tensor
+            except RuntimeError:  # a dead wrapper of functorch
+                return None
+            if not address and x.numel():  # zeros without storage
                 return None
             key.append((x.shape, x.stride(), x.dtype, x.get_device(), address % 16))
         elif isinstance(x, torch.Tensor):
