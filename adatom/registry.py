@@ -87,7 +87,7 @@ def _asked(problem: Any, backend: str | None) -> tuple[Any, str | None]:
     return (problem._replace(deterministic=True), None) if backend == "deterministic" else (problem, backend)
 
 
-def _family(backend: str, name: str) -> bool:
+def serves(backend: str, name: str) -> bool:
     """Whether a row called `name` serves `backend=`: its own name, or a variant of it (`name_...`)."""
     return name == backend or name.startswith(backend + "_")
 
@@ -99,7 +99,7 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
     Raises NotImplementedError listing every row with its reason when none fits.
     """
     problem, backend = _asked(problem, backend)
-    candidates = [row for row in rows(op) if backend is None or _family(backend, row.backend)]
+    candidates = [row for row in rows(op) if backend is None or serves(backend, row.backend)]
     if backend is not None and not candidates:
         known = ", ".join(dict.fromkeys(row.backend for row in rows(op)))
         raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {known}")
@@ -123,7 +123,7 @@ def verdicts(op: str, problem: Any, backend: str | None = None) -> list[Verdict]
     out, taken = [], False
     for row in rows(op):
         reason = row.refuses(problem)
-        if reason is None and backend is not None and not _family(backend, row.backend):
+        if reason is None and backend is not None and not serves(backend, row.backend):
             reason = f"backend={backend!r} was asked for"
         out.append(Verdict(op, row.backend, reason is None and not taken, reason))
         taken = taken or reason is None

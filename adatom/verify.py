@@ -195,7 +195,7 @@ def passes_of(op: str) -> tuple[str, ...]:
 def rows_of(op: str, backend: str | None = None) -> tuple[Row, ...]:
     """The rows of an op's passes; with `backend`, those of that name and its variants."""
     rows = (row for p in passes_of(op) for row in registry.rows(p))
-    return tuple(r for r in rows if backend is None or r.backend == backend or r.backend.startswith(backend + "_"))
+    return tuple(r for r in rows if backend is None or registry.serves(backend, r.backend))
 
 
 def cases_of(device: torch.device, quick: bool = False) -> tuple[Case, ...]:

@@ -44,7 +44,7 @@ def every(backend: str) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_triton_from_sm_80_up(machine, dtype):
     backends = chosen(posed(machine, dtype))
-    assert all(registry._family("triton", backend) for backend in backends.values())
+    assert all(registry.serves("triton", backend) for backend in backends.values())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_interpreter_is_a_machine_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["triton", "torch_chunked", "reference"])
 def test_explicit_backend(backend):
-    assert all(registry._family(backend, name) for name in chosen(posed(), backend).values())
+    assert all(registry.serves(backend, name) for name in chosen(posed(), backend).values())
 
 
 def test_explicit_backend_never_falls_back():

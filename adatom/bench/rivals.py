@@ -297,8 +297,6 @@ RIVALS: tuple[Rival, ...] = (
     Rival("cuequivariance", ("cuequivariance-torch",), _cuequivariance, _everywhere),
 )
 
-sdpa_default: Bind = _sdpa(None)
-
 
 def installed(rival: Rival) -> tuple[str | None, str]:
     """(version, "") of an installed rival, or (None, why it is not there). Imports none of them."""

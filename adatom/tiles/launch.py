@@ -49,7 +49,7 @@ class Launch:
     """A kernel with all that follows from the shapes of its tensors; call it with the tensors, its first parameters.
 
     It serves tensors of the dtypes, shapes, strides, alignment to 16 bytes and device that it was made for, and no
-    others: it launches again without looking at them, in a fifth of the time that Triton takes.
+    others: it launches again without looking at them, which Triton does for each of some 50 arguments.
 
     scalars: the parameters after the tensors. blocks: by name, the parameters that take a tensor descriptor instead of
     a tensor, and how many rows of one (batch, head) it loads.
