@@ -143,19 +143,16 @@ def visible(i, j, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.cons
 
 
 @triton.jit
-def to_tf32(x):
-    """Half a unit of tf32's last place added, so that the tensor core's truncation rounds to nearest."""
-    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """lse in log2 units, [BLOCK]: +inf, under which all probabilities are 0, for rows that see nothing or do not exist.
 
-
-@triton.jit
-def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """lse in log2 units, [BLOCK]: +inf, under which all probabilities are 0, for rows that see nothing.
-
-    Rows that do not exist read 0. Their probabilities meet zeros only: those of dO, of delta and of every cotangent.
+    EVEN: all rows of the block exist.
     """
     lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
-    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    empty = lse == float("-inf")
+    if not EVEN:  # a bias could make their probabilities overflow
+        empty |= start + tl.arange(0, BLOCK) >= n
+    return tl.where(empty, float("inf"), lse) * LOG2E
 
 
 @triton.jit
@@ -179,44 +176,56 @@ def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softc
 
 
 @triton.jit
-def split(x):
-    """float32 as a sum of three bfloat16, the largest first: 24 bits."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+def scale_of(largest):
+    """(power of two that brings numbers up to `largest` below 2^15, its inverse)."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    e = tl.minimum(268 - exponent, 253)
+    return (e << 23).to(tl.float32, bitcast=True), ((254 - e) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """acc + a @ b in float32, or a @ b^T if TRANSPOSED. PRECISION is how float32 operands are multiplied,
-    on tensor cores
-    but for "ieee"; 16-bit ones are exact.
+def split(x):
+    """float32 below 2^15 as a sum of two float16, the larger first: 22 bits of all above 2^-2."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
-    "bf16x6", "bf16x3": the products of bfloat16 parts that reach 24 bits, 16 bits. Parts of one tile that several
-    products use, or all iterations, are computed once: the compiler sees that they are the same. "bf16x6 apart"
-    computes them for each product anew, which takes less shared memory.
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False, UNIT: tl.constexpr = False):
+    """acc + a @ b in float32, or a @ b^T if TRANSPOSED. UNIT: the elements of a lie between 0 and 1.
+
+    PRECISION is how float32 operands are multiplied, on tensor cores but for "ieee"; 16-bit ones are exact. "fp16x3"
+    sums three products of float16 parts, which reach 22 bits, "fp16" rounds the operands to float16, the 11 bits of
+    TF32. Both bring the operands into float16's range first, by powers of two: one for b; one for a if TRANSPOSED,
+    when both are loaded tiles, or for each of its rows, when it was computed. What several products need of one tile,
+    or all iterations, is computed once: the compiler sees that it is the same.
     """
-    if PRECISION == "bf16x6" or PRECISION == "bf16x3":
-        a0, a1, a2 = split(a)
-        b0, b1, b2 = split(b)
-        if TRANSPOSED:
-            b0, b1, b2 = b0.T, b1.T, b2.T
-        r = None
-        if PRECISION == "bf16x6":
-            r = tl.dot(a2, b0)
-            r = tl.dot(a0, b2, r)
-            r = tl.dot(a1, b1, r)
-        r = tl.dot(a1, b0, r)
-        r = tl.dot(a0, b1, r)
-        r = tl.dot(a0, b0, r)
-        return r if acc is None else acc + r
+    if PRECISION == "fp16x3" or PRECISION == "fp16":
+        scale_b, inverse = scale_of(tl.max(tl.abs(b)))
+        b *= scale_b
+        if UNIT:
+            a *= 16384.0
+            inverse *= 1.0 / 16384.0
+        elif TRANSPOSED:
+            scale_a, inverse_a = scale_of(tl.max(tl.abs(a)))
+            a *= scale_a
+            inverse *= inverse_a
+        else:
+            scale_a, inverse_a = scale_of(tl.max(tl.abs(a), 1))
+            a *= scale_a[:, None]
+            inverse = (inverse * inverse_a)[:, None]
+        if PRECISION == "fp16":
+            b0 = b.to(tl.float16)
+            r = tl.dot(a.to(tl.float16), b0.T if TRANSPOSED else b0)
+        else:
+            a0, a1 = split(a)
+            b0, b1 = split(b)
+            if TRANSPOSED:
+                b0, b1 = b0.T, b1.T
+            r = tl.dot(a0, b0, tl.dot(a0, b1, tl.dot(a1, b0)))
+        return r * inverse if acc is None else acc + r * inverse
     else:
-        if PRECISION == "tf32":
-            a = to_tf32(a)
-            b = to_tf32(b)
-        return tl.dot(a, b.T if TRANSPOSED else b, acc,
-                      input_precision="bf16x6" if PRECISION == "bf16x6 apart" else PRECISION)
+        return tl.dot(a, b.T if TRANSPOSED else b, acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -201,7 +201,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
     tl.store(Delta + rows, delta, mask=rows < len_q)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, False)
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     rowsum = tl.zeros((BLOCK_M,), tl.float32)
     if LEFT:
@@ -237,14 +237,14 @@ def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_
     j = tl.arange(0, BLOCK_N)[:, None]
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, EVEN_M, TMA)
     delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)
     raw = dot(k, q, None, PRECISION, True)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     p, t = probabilities(raw, lse[None, :], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
                          SOFTCAP, LEFT, RIGHT, MASK)
     dp = dot(v, do, None, PRECISION, True)
-    dv = dot(p.to(do.dtype), do, dv, PRECISION)
+    dv = dot(p.to(do.dtype), do, dv, PRECISION, UNIT=True)
     ds = p * (dp - delta[None, :])
     if COLSUM:
         colsum += tl.sum(ds, 1)
@@ -330,22 +330,26 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
     store_tile(DV, dv, n0, stride_dvn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads"])
+@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
 def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                  stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, stride_bn, batch, bias_batch,
-                 bias_heads, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                 bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
                  EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr):
-    """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice."""
+    """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
+
+    With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
+    """
     n_m = tl.cdiv(len_q, BLOCK_M)
     n_n = tl.cdiv(len_k, BLOCK_N)
     pid = tl.program_id(0)
     m0 = pid // n_n % n_m * BLOCK_M
     n0 = pid % n_n * BLOCK_N
-    piece = pid // (n_m * n_n)
+    part = pid // (n_m * n_n) // (bias_batch * bias_heads)
+    piece = pid // (n_m * n_n) % (bias_batch * bias_heads)
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -353,7 +357,9 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
     shared_heads = heads // bias_heads
-    for r in range(batch // bias_batch * shared_heads):
+    shared = batch // bias_batch * shared_heads
+    share = tl.cdiv(shared, parts)
+    for r in range(part * share, tl.minimum((part + 1) * share, shared)):
         b = r // shared_heads + piece // bias_heads
         h = r % shared_heads + piece % bias_heads
         hk = h // (heads // kv_heads)
@@ -369,7 +375,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                        HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
         v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
                       HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
         delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
         raw = dot(q, k, None, PRECISION, True)
         p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
@@ -379,6 +385,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
         else:
             acc += p * (dot(do, v, None, PRECISION, True) - delta[:, None])
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+    piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
@@ -438,24 +445,29 @@ def _kv_pass(
 def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bias", BIAS_CONFIGS, call)
+    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
+    parts = call.parts(tiles, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
-        call.batch, *bias.shape[:2], *call.counts(), call.scale, o.softcap,
+        call.batch, *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
     meta = call.constexprs(config)
     del meta["VARLEN"]
-    return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
+    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, parts=parts)
 
 
 def _bias_pass(
     x: Inputs, o: Options, bias: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor:
     """dbias of a full bias that several (batch, head) share."""
-    dbias = empty(tuple(bias.shape), bias)
     launch = remembered(x, "bwd_bias", lambda: _bias_launch(x, o, dout, bias))
-    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)
-    return dbias
+    if launch.parts == 1:
+        dbias = empty(tuple(bias.shape), bias)
+        launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)
+        return dbias
+    sums = empty((launch.parts, *bias.shape), bias, torch.float32)
+    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, sums)
+    return sums.sum(0).to(bias.dtype)
 
 
 def backward(

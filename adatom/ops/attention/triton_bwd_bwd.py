@@ -218,7 +218,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
     delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
     g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
     u = load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
@@ -261,7 +261,7 @@ def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bia
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, EVEN_M, TMA)[None, :]
     delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     g = load_row(G, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
     u = load_row(U, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
@@ -370,24 +370,28 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                HEAD_DIM_V, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads"])
+@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
 def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                  stride_gb, stride_gh, stride_gm, stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh,
                  stride_ckn, stride_cvb, stride_cvh, stride_cvn,
                  stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-                 batch, bias_batch, bias_heads, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale,
+                 batch, bias_batch, bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale,
                  softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
                  BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
                  LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, EVEN_M: tl.constexpr,
                  EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice."""
+    """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
+
+    With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
+    """
     n_m = tl.cdiv(len_q, BLOCK_M)
     n_n = tl.cdiv(len_k, BLOCK_N)
     pid = tl.program_id(0)
     m0 = pid // n_n % n_m * BLOCK_M
     n0 = pid % n_n * BLOCK_N
-    piece = pid // (n_m * n_n)
+    part = pid // (n_m * n_n) // (bias_batch * bias_heads)
+    piece = pid // (n_m * n_n) % (bias_batch * bias_heads)
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -397,7 +401,9 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     DDBias += at(piece // bias_heads, piece % bias_heads, 0, stride_cb, stride_ch, 0)
     ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN_N)
     shared_heads = heads // bias_heads
-    for r in range(batch // bias_batch * shared_heads):
+    shared = batch // bias_batch * shared_heads
+    share = tl.cdiv(shared, parts)
+    for r in range(part * share, tl.minimum((part + 1) * share, shared)):
         b = r // shared_heads + piece // bias_heads
         h = r % shared_heads + piece % bias_heads
         hk = h // (heads // kv_heads)
@@ -420,7 +426,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
                         HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
         raw = dot(q, k, None, PRECISION, True)
-        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
@@ -436,6 +442,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         else:
             acc += E
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+    piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
@@ -480,8 +487,6 @@ def _kv_launch(
         *d.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, COLSUM=colsum, TMA=tma)
-    if meta["PRECISION"] == "bf16x6" and call.device.arch:  # k, v, ddk and ddv in parts would fill the shared memory
-        meta["PRECISION"] = "bf16x6 apart"
     blocks = dict.fromkeys(("Q", "DDQ", "DOut", "Lse", "G", "U", "Delta"), config.block_m) if tma else {}
     return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
 
@@ -503,15 +508,16 @@ def _kv_pass(
 def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bwd_bias", BIAS_CONFIGS, call)
+    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
+    parts = call.parts(tiles, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
         *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, call.batch, *bias.shape[:2],
-        *call.counts(), call.scale, o.softcap,
+        parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
     meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0)
     del meta["VARLEN"]
-    return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
+    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, parts=parts)
 
 
 def _bias_pass(
@@ -519,10 +525,14 @@ def _bias_pass(
     rows: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:  # fmt: skip
     """dbias2 of a full bias that several (batch, head) share."""
-    dbias = empty(tuple(bias.shape), bias)
     launch = remembered(x, "bwd_bwd_bias", lambda: _bias_launch(x, o, d, dout, bias))
-    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)
-    return dbias
+    if launch.parts == 1:
+        dbias = empty(tuple(bias.shape), bias)
+        launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)
+        return dbias
+    sums = empty((launch.parts, *bias.shape), bias, torch.float32)
+    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, sums)
+    return sums.sum(0).to(bias.dtype)
 
 
 def backward_backward(

@@ -144,12 +144,8 @@ class Call:
         }
 
     def precision(self) -> str:
-        """How products are computed: of bfloat16 parts where those are as fast and more accurate (docs/tuning.md)."""
-        if self.kind == "half":
-            return "ieee"
-        if self.kind == "tf32x3":
-            return "bf16x6"
-        return "bf16x3" if self.kind == "tf32" and self.device.arch >= 90 else self.kind
+        """How products are computed: those of float32 by parts in float16 (docs/tuning.md)."""
+        return {"tf32x3": "fp16x3", "tf32": "fp16"}.get(self.kind, "ieee")
 
     def programs(self, length: int, block: int, kv: bool = False) -> int:
         """How many programs cover `length` rows of every (kv) head in blocks; 0 for an empty problem."""
@@ -157,6 +153,11 @@ class Call:
         if self.varlen:
             return (length // block + self.batch) * heads if length else 0
         return -(-length // block) * self.batch * heads
+
+    def parts(self, tiles: int, bias: torch.Tensor) -> int:
+        """How many programs share the sum over the (batch, head) of a bias tile: several where tiles are few."""
+        shared = self.batch * self.heads // max(bias.shape[0] * bias.shape[1], 1)
+        return max(1, min(shared // 4, 4 * self.device.sms // max(tiles, 1)))
 
     def counts(self, kv: bool = False) -> tuple[int, ...]:
         """heads, kv_heads, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right."""

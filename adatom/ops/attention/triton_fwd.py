@@ -106,7 +106,7 @@ def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, st
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UNIT=True)
     return acc, m_new, l
 
 

@@ -91,7 +91,7 @@ def _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, h
     l += tl.sum(p, 1)
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
     ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    acc = dot(p.to(v.dtype), ddv, acc, PRECISION)
+    acc = dot(p.to(v.dtype), ddv, acc, PRECISION, UNIT=True)
     pg = pg.to(v.dtype)
     if v.dtype != tl.float32:  # what the product below sums, so that it cancels against g O where one key has it all
         gr += tl.sum(pg.to(tl.float32), 1)
@@ -141,7 +141,7 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
     gr = tl.zeros((BLOCK_M,), tl.float32)
