@@ -115,11 +115,11 @@ def store_scores(X, x, i, j, i0, j0, n_i, n_j, EVEN_I: tl.constexpr, EVEN_J: tl.
 
 @triton.jit
 def add_bias(s, bias):
-    """Scores in log2 units plus a bias in natural units; where a boolean bias is False, -inf."""
+    """Scores plus a bias; where a boolean bias is False, -inf."""
     if bias.dtype == tl.int1:
         return tl.where(bias, s, float("-inf"))
     else:
-        return s + bias.to(tl.float32) * LOG2E
+        return s + bias.to(tl.float32)
 
 
 @triton.jit
@@ -162,16 +162,19 @@ def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softc
 
     tanh is that of the softcap, 0 without one.
     """
+    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores; each way has one operation fewer
     if SOFTCAP:
         t = tanh(raw * (scale / softcap))
-        s = (softcap * LOG2E) * t
+        s = (softcap * unit) * t
     else:
         t = 0.0
-        s = raw * (scale * LOG2E)
+        s = raw * (scale * unit)
     if BIAS != NONE:
         s = add_bias(s, bias)
     if MASK:
         s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+    if BIAS != NONE:
+        s *= LOG2E
     return tl.exp2(s - lse), t
 
 

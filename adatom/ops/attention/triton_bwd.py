@@ -330,6 +330,13 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
     store_tile(DV, dv, n0, stride_dvn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
+@triton.jit
+def _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
+    row = (tl.cast(b, tl.int64) * heads + h) * len_q
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
+    return lse, load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
 def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -337,8 +344,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
-                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
+                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
@@ -359,24 +366,27 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     shared_heads = heads // bias_heads
     shared = batch // bias_batch * shared_heads
     share = tl.cdiv(shared, parts)
-    for r in range(part * share, tl.minimum((part + 1) * share, shared)):
-        b = r // shared_heads + piece // bias_heads
-        h = r % shared_heads + piece % bias_heads
+    last = tl.minimum((part + 1) * share, shared)
+    b = part * share // shared_heads + piece // bias_heads
+    h = part * share % shared_heads + piece % bias_heads
+    lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+    for r in range(part * share, last):
+        # no product depends on the rows, so Triton would not load them ahead
+        next_b = tl.minimum(r + 1, last - 1) // shared_heads + piece // bias_heads
+        next_h = tl.minimum(r + 1, last - 1) % shared_heads + piece % bias_heads
+        next_lse, next_delta = _rows(Lse, Delta, next_b, next_h, heads, len_q, m0, EVEN_M, BLOCK_M)
         hk = h // (heads // kv_heads)
-        row = (tl.cast(b, tl.int64) * heads + h) * len_q
         n_keys = len_k
         if LENS:
             n_keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), 0, 0, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                      BLOCK_D, EVEN_M, False)
-        k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM,
-                      BLOCK_D, EVEN_N, False)
-        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), 0, 0, m0, stride_gm, len_q, BLOCK_M,
-                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
-        v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
-                      HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
-        delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
+        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), b, h, m0, stride_qm, len_q,
+                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), b, hk, n0, stride_kn, len_k,
+                      BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q,
+                       BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), b, hk, n0, stride_vn, len_k,
+                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
         raw = dot(q, k, None, PRECISION, True)
         p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
@@ -384,6 +394,10 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
             acc, lost = add(acc, lost, p * (dot(do, v, None, PRECISION, True) - delta[:, None]))
         else:
             acc += p * (dot(do, v, None, PRECISION, True) - delta[:, None])
+        b = next_b
+        h = next_h
+        lse = next_lse
+        delta = next_delta
     keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
     piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
@@ -451,9 +465,12 @@ def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) 
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
         call.batch, *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config)
+    tma = call.use_tma(config, x.q, x.k, x.v, dout)
+    meta = call.constexprs(config, TMA=tma)
     del meta["VARLEN"]
-    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, parts=parts)
+    m, n = config.block_m, config.block_n
+    blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}
+    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, blocks, parts)
 
 
 def _bias_pass(

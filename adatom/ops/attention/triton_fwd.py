@@ -15,6 +15,7 @@ from adatom.tiles.triton import (
     LN2,
     LOG2E,
     NONE,
+    QUERY,
     add_bias,
     at,
     dot,
@@ -72,37 +73,36 @@ CONFIGS[86] = CONFIGS[80] | {
 
 
 @triton.jit
-def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm, stride_bn, m0,
+def _step(q, K, V, acc, m, l, Bias, b, hk, n0, cut, rows, len_q, len_k, stride_kn, stride_vn, stride_bm, stride_bn, m0,
           offset, scale, softcap, left, right, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-          BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr,
+          BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN: tl.constexpr,
           PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One block of keys: scores, the new running maximum, P, and P V added to the rescaled accumulator."""
     k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
     s = dot(q, k, None, PRECISION, True)
-    cols = n0 + tl.arange(0, BLOCK_N)
-    if SCALE_MAX:  # nothing comes between q k^T and the softmax: scale the maximum and fold the rest into one FMA
-        if MASK:
-            seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
-            s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASK else m_new
-        p = tl.exp2(s * (scale * LOG2E) - m_safe[:, None])
+    if FOLD:  # nothing comes between q k^T and the softmax
+        to_log2 = scale * LOG2E
     else:
+        to_log2 = LOG2E
         if SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * (scale / softcap))
+            s = softcap * tanh(s * (scale / softcap))
         else:
-            s = s * (scale * LOG2E)
+            s *= scale
         if BIAS != NONE:
             bias = load_bias(Bias, tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :], m0, n0, stride_bm,
                              stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
             s = add_bias(s, bias)
-        if MASK:
+    if MASK:
+        if cut:
+            cols = n0 + tl.arange(0, BLOCK_N)
             seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
             s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, tl.max(s, 1) * to_log2)
+    m_safe = m_new
+    if MASK or BIAS != NONE:  # rows that have seen nothing yet
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
+    p = tl.exp2(s * to_log2 - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
@@ -116,7 +116,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 stride_ob, stride_oh, stride_om, stride_bb, stride_bh, stride_bm, stride_bn,
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr, LEFT: tl.constexpr,
+                BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr,
                 RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -149,22 +149,31 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
 
-    if LEFT:
-        for n0 in range(begin, whole_begin, BLOCK_N):
-            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                              stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                              BLOCK_M, BLOCK_N)
-    for n0 in range(whole_begin, whole_end, BLOCK_N):
-        acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                          stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                          BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
-    if RIGHT or not EVEN_N:
+    MASK: tl.constexpr = LEFT or RIGHT or not EVEN_N
+    if EVEN_N or BIAS == NONE or BIAS == QUERY:
+        for n0 in range(begin, end, BLOCK_N):
+            cut = (n0 < whole_begin) | (n0 >= whole_end)
+            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, cut, rows, len_q, len_k, stride_kn, stride_vn,
+                              stride_bm, stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V,
+                              BLOCK_D, BLOCK_DV, BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, EVEN_M, EVEN_N, PRECISION,
+                              TMA, BLOCK_M, BLOCK_N)
+    else:  # a mask would make the loads of a bias slow in the whole blocks too
+        if LEFT:
+            for n0 in range(begin, whole_begin, BLOCK_N):
+                acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, True, rows, len_q, len_k, stride_kn, stride_vn,
+                                  stride_bm, stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V,
+                                  BLOCK_D, BLOCK_DV, BIAS, SOFTCAP, FOLD, LEFT, RIGHT, True, EVEN_M, EVEN_N,
+                                  PRECISION, TMA, BLOCK_M, BLOCK_N)
+        for n0 in range(whole_begin, whole_end, BLOCK_N):
+            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, False, rows, len_q, len_k, stride_kn, stride_vn,
+                              stride_bm, stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V,
+                              BLOCK_D, BLOCK_DV, BIAS, SOFTCAP, FOLD, LEFT, RIGHT, False, EVEN_M, True, PRECISION,
+                              TMA, BLOCK_M, BLOCK_N)
         for n0 in range(whole_end, end, BLOCK_N):
-            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                              stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                              BLOCK_M, BLOCK_N)
+            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, True, rows, len_q, len_k, stride_kn, stride_vn,
+                              stride_bm, stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V,
+                              BLOCK_D, BLOCK_DV, BIAS, SOFTCAP, FOLD, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION,
+                              TMA, BLOCK_M, BLOCK_N)
 
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
@@ -180,7 +189,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
         *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, SCALE_MAX=o.scale > 0 and not call.generic, SINKS=x.sinks is not None, TMA=tma)
+    meta = call.constexprs(config, FOLD=o.scale > 0 and not call.generic, SINKS=x.sinks is not None, TMA=tma)
     blocks = {"Q": config.block_m, "K": config.block_n, "V": config.block_n} if tma else {}
     return Launch(_fwd_kernel, call.programs(call.len_q, config.block_m), scalars, meta, config.spill, blocks)
 
