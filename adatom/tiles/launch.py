@@ -52,8 +52,8 @@ class Launch:
     others: it launches again without looking at them, which Triton does for each of some 50 arguments.
 
     scalars: the parameters after the tensors. blocks: by name, the parameters that take a tensor descriptor instead of
-    a tensor, and how many rows of one (batch, head) it loads. parts: how many sums of the result the programs write, for
-    the caller to add.
+    a tensor, and how many rows of one (batch, head) it loads. parts: how many sums of the result the programs write,
+    for the caller to add.
     """
 
     def __init__(

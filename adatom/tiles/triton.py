@@ -73,8 +73,7 @@ def load_bias(X, i, j, i0, j0, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr,
               EVEN_J: tl.constexpr):
     """The bias tile at query i0, key j0 of the slice that X points at, to broadcast against the scores; 0 outside.
 
-    i and j count from the tile's corner. EVEN_I, EVEN_J: all its queries, all its keys exist. (A mask along the keys
-    would make loads of single elements.)
+    i and j count from the tile's corner. EVEN_I, EVEN_J: all its queries, all its keys exist.
     """
     if KIND == NONE:
         return 0.0
@@ -111,6 +110,12 @@ def store_scores(X, x, i, j, i0, j0, n_i, n_j, EVEN_I: tl.constexpr, EVEN_J: tl.
         tl.store(ptr, x, mask=i < n_i - i0)
     else:
         tl.store(ptr, x, mask=(i < n_i - i0) & (j < n_j - j0))
+
+
+@triton.jit
+def row_of_scores(len_k, ALIGNED: tl.constexpr):
+    """len_k; ALIGNED: it is a multiple of 16, and the compiler may know, so that masks allow wide loads and stores."""
+    return len_k // 16 * 16 if ALIGNED else len_k
 
 
 @triton.jit
@@ -156,11 +161,11 @@ def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, EVEN: tl.constexpr, TMA: 
 
 
 @triton.jit
-def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softcap, BIAS: tl.constexpr,
+def probabilities(raw, lse, bias, i, j, cut, len_k, offset, left, right, scale, softcap, BIAS: tl.constexpr,
                   SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
     """(P, tanh) of a tile of queries i and keys j from raw = q k^T, lse in log2 units and bias, all broadcast alike.
 
-    tanh is that of the softcap, 0 without one.
+    tanh is that of the softcap, 0 without one. MASK: some tiles are masked, and this one if `cut`.
     """
     unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores; each way has one operation fewer
     if SOFTCAP:
@@ -172,7 +177,8 @@ def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softc
     if BIAS != NONE:
         s = add_bias(s, bias)
     if MASK:
-        s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+        if cut:
+            s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
     if BIAS != NONE:
         s *= LOG2E
     return tl.exp2(s - lse), t

@@ -175,6 +175,7 @@ class Call:
             meta
             | more
             | {
+                "ALIGNED": self.len_k % 16 == 0,
                 "EVEN_M": self.even(self.len_q, config.block_m),
                 "EVEN_N": self.even(self.len_k, config.block_n),
                 "BLOCK_M": config.block_m,
@@ -194,11 +195,15 @@ class Call:
             return 0, x.stride(1), x.stride(0)
         return x.stride(0), x.stride(1), x.stride(2)
 
-    def use_tma(self, config: Config, *tensors: torch.Tensor) -> bool:
-        """Whether to read these by descriptor: large enough to repay making one, and laid out for it."""
+    def use_tma(self, config: Config, *tensors: torch.Tensor, keys: bool = True) -> bool:
+        """Whether to read these by descriptor: large enough to repay making one, and laid out for it.
+
+        keys: some are keys or values, of which those beyond kv_lens must not be read (they may be NaN).
+        """
         return (
             config.tma
             and not self.varlen
+            and not (keys and self.x.kv_lens is not None)
             and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= 2**28
             and all(
                 x.data_ptr() % 16 == 0
