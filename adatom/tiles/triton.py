@@ -20,6 +20,15 @@ FULL = tl.constexpr(3)
 
 
 @triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """To be called first. EARLY: the kernel was launched before the one ahead of it in the stream has ended: wait for
+    that here, and let the next kernel be launched as early (programmatic dependent launch, sm_90 and up)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def load_tile(X, b, h, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
               EVEN: tl.constexpr, TMA: tl.constexpr):
     """Rows start.. of one (batch, head), [BLOCK, BLOCK_DIM], zero outside n_rows x DIM.

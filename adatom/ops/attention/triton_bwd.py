@@ -27,6 +27,7 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
+    sum_parts,
 )
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
@@ -35,6 +36,7 @@ from adatom.tiles.triton import (
     NONE,
     QUERY,
     add,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -85,7 +87,7 @@ Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 
 KV_CONFIGS: Configs = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 2, tma=True),
+        ("half bias", 32): Config(32, 64, 4, 2, tma=True),
         ("half packed", 64): Config(32, 64, 4, 2),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True),
@@ -136,7 +138,7 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
-BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90])
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(64, 64, 8, 2)}
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
 
@@ -150,9 +152,10 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
-              EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr):
+              EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ and delta of a block of queries; also its tiles of an unshared dbias, or its row sums of dS."""
+    after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
@@ -222,12 +225,13 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
-               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr):
+               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK and dV of a block of keys, summed over the query heads that share them; also the column sums of dS.
 
     Tiles are transposed, keys x queries, so that P^T and dS^T are left operands.
     """
+    after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
     b, hk, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuK, CuQ, CuK, Lens, kv_heads, n_heads,
@@ -305,11 +309,12 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
                  ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-                 TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                 TMA: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
     """
+    after_previous(EARLY)
     keys = row_of_scores(len_k, ALIGNED)
     n_m = tl.cdiv(len_q, BLOCK_M)
     n_n = tl.cdiv(len_k, BLOCK_N)
@@ -444,7 +449,7 @@ def _bias_pass(
         return dbias
     sums = empty((launch.parts, *bias.shape), bias, torch.float32)
     launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, sums)
-    return sums.sum(0).to(bias.dtype)
+    return sum_parts(sums, bias)
 
 
 def backward(

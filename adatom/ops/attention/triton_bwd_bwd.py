@@ -29,6 +29,7 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
+    sum_parts,
 )
 from adatom.ops.attention.triton_jvp import Directions, tangent_pass
 from adatom.tiles.launch import Launch
@@ -38,6 +39,7 @@ from adatom.tiles.triton import (
     NONE,
     QUERY,
     add,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -96,6 +98,7 @@ KV_CONFIGS: Configs = {
         ("tf32", 64): Config(64, 128, 8, 2, tma=True, spill=4096),
         ("tf32", 128): Config(32, 128, 8, 1, spill=8192),
         ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
+        ("tf32x3 bias", 64): Config(64, 128, 8, 1, spill=4096),
         ("tf32x3", 64): Config(64, 128, 8, 2, tma=True, spill=4096),
         ("tf32x3", 128): Config(32, 64, 4, 2, tma=True, spill=8192),
         ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
@@ -134,7 +137,7 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
-BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(32, 64, 8, 1)}
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(32, 64, 8, 1), ("half", 128): Config(32, 32, 8, 1)}
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
 
@@ -162,8 +165,9 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
               BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
               RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
               EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+              EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ2 of a block of queries; also its tiles of an unshared dbias2, or its row sums of E."""
+    after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
@@ -242,11 +246,12 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr,
                LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
                EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+               EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK2 and dV2 of a block of keys, summed over the query heads that share them; also the column sums of E.
 
     Tiles are transposed, keys x queries.
     """
+    after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
     b, hk, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuK, CuQ, CuK, Lens, kv_heads, n_heads,
@@ -345,12 +350,13 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                  RIGHT: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
-                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
+                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
     """
+    after_previous(EARLY)
     keys = row_of_scores(len_k, ALIGNED)
     n_m = tl.cdiv(len_q, BLOCK_M)
     n_n = tl.cdiv(len_k, BLOCK_N)
@@ -506,7 +512,7 @@ def _bias_pass(
         return dbias
     sums = empty((launch.parts, *bias.shape), bias, torch.float32)
     launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, sums)
-    return sums.sum(0).to(bias.dtype)
+    return sum_parts(sums, bias)
 
 
 def backward_backward(

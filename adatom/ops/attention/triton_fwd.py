@@ -15,6 +15,7 @@ from adatom.tiles.triton import (
     LOG2E,
     NONE,
     add_bias,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -31,7 +32,7 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 3),
+        ("half bias", 32): Config(64, 64, 4, 3, registers=96),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half bias", 128): Config(128, 64, 8, 3),
         ("half", 128): Config(64, 64, 4, 3, tma=True),
@@ -39,7 +40,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("tf32", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32", 128): Config(64, 64, 4, 2, tma=True, spill=8192),
         ("tf32", 256): Config(128, 32, 8, 1, spill=32768),
-        ("tf32x3", 64): Config(128, 64, 4, 1),
+        ("tf32x3", 64): Config(128, 64, 4, 1, spill=2048),
         ("tf32x3", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
         ("tf32x3", 256): Config(128, 32, 8, 1, spill=32768),
         ("ieee", 64): Config(64, 32, 8, 1),
@@ -80,7 +81,8 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
     b, h, tile, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,

@@ -25,6 +25,7 @@ from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LOG2E,
     NONE,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -86,8 +87,9 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
                     RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
                     VARLEN: tl.constexpr, ALIGNED: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr,
                     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes."""
+    after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
