@@ -137,9 +137,15 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
-BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(32, 64, 8, 1), ("half", 128): Config(32, 32, 8, 1)}
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {
+    ("half", 64): Config(32, 64, 8, 1),
+    ("half", 128): Config(64, 32, 8, 1, spill=2048),
+}
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
-BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
+BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {
+    ("half", 64): Config(32, 32, 4, 1),
+    ("half", 128): Config(32, 32, 8, 1, spill=2048),
+}
 
 @triton.jit
 def _cotangents(p, t, G, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP: tl.constexpr):
