@@ -356,6 +356,15 @@ def locate(pid, Cu, CuQ, CuK, Lens, heads, n_heads, group, length, len_q, len_k,
 
 
 @triton.jit
+def sharer(r, piece, heads, bias_heads, SHARED_HEADS: tl.constexpr):
+    """(batch, head) number r of those that share slice `piece` of a bias. SHARED_HEADS: all heads share one."""
+    if SHARED_HEADS:
+        return r // heads + piece, r % heads
+    else:
+        return r + piece // bias_heads, piece % bias_heads
+
+
+@triton.jit
 def at(b, h, start, stride_b, stride_h, stride_m):
     """Offset of a token of one (batch, head), in 64 bits."""
     return tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + start * stride_m

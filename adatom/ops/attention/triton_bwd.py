@@ -49,6 +49,7 @@ from adatom.tiles.triton import (
     queries_of,
     row_at,
     row_of_scores,
+    sharer,
     store_scores,
     store_tile,
 )
@@ -59,7 +60,7 @@ Q_CONFIGS: Configs = {
         ("half bias", 32): Config(64, 64, 4, 3),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(128, 64, 8, 3, tma=True),
-        ("half", 256): Config(64, 32, 8, 2, tma=True),
+        ("half", 256): Config(128, 64, 8, 1, tma=True),
         ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
         ("tf32", 128): Config(128, 64, 8, 1, spill=8192),
         ("tf32", 256): Config(128, 32, 8, 1, spill=32768),
@@ -91,7 +92,7 @@ KV_CONFIGS: Configs = {
         ("half packed", 64): Config(32, 64, 4, 2),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True),
-        ("half", 256): Config(32, 64, 8, 1, tma=True),
+        ("half", 256): Config(64, 64, 8, 2, tma=True),
         ("tf32", 64): Config(64, 64, 4, 1, spill=4096),
         ("tf32", 128): Config(64, 128, 8, 1, spill=8192),
         ("tf32", 256): Config(32, 32, 8, 1, spill=32768),
@@ -116,6 +117,7 @@ KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
 KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
+    ("half", 256): Config(32, 64, 8, 1, tma=True),
     ("half", 64): Config(64, 64, 8, 3, tma=True),
     ("half", 128): Config(64, 64, 8, 2, tma=True),
     ("half packed", 64): Config(32, 64, 4, 1),
@@ -308,8 +310,9 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
-                 ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-                 TMA: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                 SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+                 PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr):
     """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
@@ -329,18 +332,17 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
-    shared_heads = heads // bias_heads
-    shared = batch // bias_batch * shared_heads
+    shared = batch // bias_batch * (heads // bias_heads)
     share = tl.cdiv(shared, parts)
-    last = tl.minimum((part + 1) * share, shared)
-    b = part * share // shared_heads + piece // bias_heads
-    h = part * share % shared_heads + piece % bias_heads
+    first = part * share
+    last = tl.minimum(first + share, shared) - 1
+    b, h = sharer(first, piece, heads, bias_heads, SHARED_HEADS)
     lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
-    for r in range(part * share, last):
+    for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
-        next_b = tl.minimum(r + 1, last - 1) // shared_heads + piece // bias_heads
-        next_h = tl.minimum(r + 1, last - 1) % shared_heads + piece % bias_heads
-        next_lse, next_delta = _rows(Lse, Delta, next_b, next_h, heads, len_q, m0, EVEN_M, BLOCK_M)
+        b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
+        next_rows = _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+        b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
         if LENS:
@@ -360,10 +362,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
             acc, lost = add(acc, lost, p * (dot(do, v, None, PRECISION, True) - delta[:, None]))
         else:
             acc += p * (dot(do, v, None, PRECISION, True) - delta[:, None])
-        b = next_b
-        h = next_h
-        lse = next_lse
-        delta = next_delta
+        lse, delta = next_rows
     piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
@@ -431,7 +430,7 @@ def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) 
         call.batch, *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tma = call.use_tma(config, x.q, x.k, x.v, dout)
-    meta = call.constexprs(config, TMA=tma)
+    meta = call.constexprs(config, SHARED_HEADS=bias.shape[1] < call.heads, TMA=tma)
     del meta["VARLEN"]
     m, n = config.block_m, config.block_n
     blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}

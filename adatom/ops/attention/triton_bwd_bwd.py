@@ -52,6 +52,7 @@ from adatom.tiles.triton import (
     queries_of,
     row_at,
     row_of_scores,
+    sharer,
     store_scores,
     store_tile,
     tangent_of,
@@ -62,7 +63,7 @@ Q_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(128, 64, 8, 3, tma=True),
         ("half", 128): Config(64, 32, 4, 2, tma=True),
-        ("half", 256): Config(32, 32, 8, 1, tma=True),
+        ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
         ("tf32", 64): Config(128, 64, 8, 2, tma=True, spill=4096),
         ("tf32", 128): Config(128, 32, 8, 2, tma=True, spill=8192),
         ("tf32", 256): Config(64, 32, 8, 1, spill=32768),
@@ -94,7 +95,7 @@ KV_CONFIGS: Configs = {
         ("half packed", 64): Config(32, 64, 4, 1),
         ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(32, 64, 8, 1, tma=True),
-        ("half", 256): Config(16, 64, 8, 1, tma=True),
+        ("half", 256): Config(16, 32, 4, 1, tma=True),
         ("tf32", 64): Config(64, 128, 8, 2, tma=True, spill=4096),
         ("tf32", 128): Config(32, 128, 8, 1, spill=8192),
         ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
@@ -355,9 +356,9 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                  scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-                 RIGHT: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
-                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                 RIGHT: tl.constexpr, LENS: tl.constexpr, SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr,
+                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                 EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
@@ -379,18 +380,17 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
     DDBias += at(piece // bias_heads, piece % bias_heads, 0, stride_cb, stride_ch, 0)
     ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
-    shared_heads = heads // bias_heads
-    shared = batch // bias_batch * shared_heads
+    shared = batch // bias_batch * (heads // bias_heads)
     share = tl.cdiv(shared, parts)
-    last = tl.minimum((part + 1) * share, shared)
-    b = part * share // shared_heads + piece // bias_heads
-    h = part * share % shared_heads + piece % bias_heads
+    first = part * share
+    last = tl.minimum(first + share, shared) - 1
+    b, h = sharer(first, piece, heads, bias_heads, SHARED_HEADS)
     lse, delta, g, u = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
-    for r in range(part * share, last):
+    for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
-        next_b = tl.minimum(r + 1, last - 1) // shared_heads + piece // bias_heads
-        next_h = tl.minimum(r + 1, last - 1) % shared_heads + piece % bias_heads
-        next_rows = _rows(Lse, Delta, G, U, next_b, next_h, heads, len_q, m0, EVEN_M, BLOCK_M)
+        b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
+        next_rows = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+        b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
         if LENS:
@@ -422,8 +422,6 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
             acc, lost = add(acc, lost, E)
         else:
             acc += E
-        b = next_b
-        h = next_h
         lse, delta, g, u = next_rows
     piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
@@ -499,7 +497,9 @@ def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias:
         parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tma = call.use_tma(config, x.q, x.k, x.v, dout, d.q, d.k, d.v)
-    meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, TMA=tma)
+    meta = call.constexprs(
+        config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, SHARED_HEADS=bias.shape[1] < call.heads, TMA=tma
+    )  # fmt: skip
     del meta["VARLEN"]
     m, n = config.block_m, config.block_n
     blocks = {"Q": m, "DDQ": m, "DOut": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}

@@ -35,7 +35,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("half bias", 32): Config(64, 64, 4, 3, registers=96),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half bias", 128): Config(128, 64, 8, 3),
-        ("half", 128): Config(64, 64, 4, 3, tma=True),
+        ("half", 128): Config(128, 64, 4, 2, tma=True),
         ("half", 256): Config(128, 64, 8, 2, tma=True),
         ("tf32", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32", 128): Config(64, 64, 4, 2, tma=True, spill=8192),
