@@ -91,7 +91,7 @@ KV_CONFIGS: Configs = {
         ("half bias", 32): Config(32, 64, 4, 2, tma=True),
         ("half packed", 64): Config(32, 64, 4, 2),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
-        ("half", 128): Config(64, 64, 4, 2, tma=True),
+        ("half", 128): Config(64, 64, 4, 2, tma=True, spill=1024),
         ("half", 256): Config(64, 64, 8, 2, tma=True),
         ("tf32", 64): Config(64, 64, 4, 1, spill=4096),
         ("tf32", 128): Config(64, 128, 8, 1, spill=8192),
@@ -115,7 +115,7 @@ KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
     ("half", 128): Config(32, 64, 4, 2),
     ("half", 256): Config(16, 64, 8, 1),
 }
-KV_CONFIGS[86] = KV_CONFIGS[80]
+KV_CONFIGS[86] = KV_CONFIGS[80] | {("tf32x3", 128): Config(16, 32, 4, 1, spill=8192)}
 KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
     ("half", 256): Config(32, 64, 8, 1, tma=True),
     ("half", 64): Config(64, 64, 8, 3, tma=True),

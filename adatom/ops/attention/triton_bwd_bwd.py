@@ -78,7 +78,7 @@ Q_CONFIGS: Configs = {
 Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
     ("tf32", 128): Config(32, 16, 8, 1, spill=2048),
     ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
-    ("tf32x3", 128): Config(64, 16, 4, 1, spill=2048),
+    ("tf32x3", 128): Config(16, 16, 4, 1, spill=8192),
     ("tf32x3", 256): Config(16, 16, 8, 1, spill=32768),
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
@@ -87,14 +87,14 @@ Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
     ("half", 256): Config(16, 16, 4, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
-Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
+Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES | {("half bias", 64): Config(64, 64, 8, 1, tma=True, spill=1024)}
 
 KV_CONFIGS: Configs = {
     90: {
         ("half bias", 64): Config(64, 64, 8, 2, tma=True),
         ("half packed", 64): Config(32, 64, 4, 1),
         ("half", 64): Config(64, 64, 4, 2, tma=True),
-        ("half", 128): Config(32, 64, 8, 1, tma=True),
+        ("half", 128): Config(32, 64, 8, 1, tma=True, spill=1024),
         ("half", 256): Config(16, 32, 4, 1, tma=True),
         ("tf32", 64): Config(64, 128, 8, 2, tma=True, spill=4096),
         ("tf32", 128): Config(32, 128, 8, 1, spill=8192),
@@ -120,7 +120,10 @@ KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
     ("half", 256): Config(16, 32, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
-KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {("half", 64): Config(64, 64, 8, 2, tma=True)}
+KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
+    ("half bias", 64): Config(64, 64, 8, 2, tma=True, spill=1024),
+    ("half", 64): Config(64, 64, 8, 2, tma=True),
+}
 
 BIAS_CONFIGS: Configs = {
     90: {

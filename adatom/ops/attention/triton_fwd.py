@@ -62,7 +62,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("ieee", 256): Config(16, 32, 8, 1, spill=32768),
     },
 }
-CONFIGS[100] = CONFIGS[90] | LOW_TILES
+CONFIGS[100] = CONFIGS[90] | LOW_TILES | {("half bias", 128): Config(128, 64, 8, 3, spill=1024)}
 CONFIGS[86] = CONFIGS[80] | {
     ("half", 64): Config(128, 64, 4, 2),
     ("half", 128): Config(64, 64, 4, 2),

@@ -45,7 +45,7 @@ from adatom.tiles.triton import (
 TANGENT_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(64, 64, 4, 3, tma=True),
-        ("half", 128): Config(64, 64, 4, 2, tma=True),
+        ("half", 128): Config(64, 64, 4, 2, tma=True, spill=2048),
         ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
         ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
         ("tf32", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
