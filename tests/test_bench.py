@@ -505,6 +505,18 @@ def test_tables_of_a_record() -> None:
     assert "| adatom | 25.0 | - |" in text
 
 
+def test_cases_that_did_not_run_again_keep_their_numbers_and_their_commit() -> None:
+    again = {**RECORD, "commit": "def", "entries": [entry("plain", "forward", "adatom", 1.0)]}
+    both = run.merged(RECORD, again)
+    assert sorted((e["group"], e.get("commit", "")) for e in both["entries"]) == [("plain", "")] + [("second", "abc")] * 4
+    assert both["commit"] == "def" and [e["ms"] for e in both["entries"] if e["group"] == "plain"] == [1.0]
+    assert "From a run at commit abc: second.\n" in report.tables(both)
+    third = run.merged(both, {**RECORD, "commit": "ghi", "entries": []})
+    assert sorted(e["commit"] for e in third["entries"]) == ["abc"] * 4 + ["def"]
+    elsewhere = {**again, "device": "NVIDIA Other GPU"}
+    assert run.merged(RECORD, elsewhere) == elsewhere
+
+
 def test_bytes_bound_cells_are_bandwidths() -> None:
     entries = [entry("decode", "forward", "adatom", 2.0, bound="bytes")]
     assert "| S64 | **5.00 GB/s** | 25 % | - |" in report.tables({**RECORD, "entries": entries})

@@ -36,7 +36,7 @@ def command(
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write all results to this JSON file; with --group, beside what it holds.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
@@ -81,6 +81,8 @@ def command(
     by_name = rivals not in ("all", "none")
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
         result = _bench(console, work, chosen, by_name, where, backend, quick, verify, budget, record)
+    if group and record is not None and record.exists():
+        result = run.merged(json.loads(record.read_text()), result)
     _write(result, record)
     if plot_file is not None:
         plot(result, plot_file)

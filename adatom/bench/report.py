@@ -182,7 +182,15 @@ def heading(record: Record) -> str:
         for name, v in record["ceilings"].items()
     )
     made = f"{record['device']}; {versions}; {record['date']}, commit {record['commit'] or 'unknown'}."
-    return f"{made}\nCeilings in the same run: {ceilings}."
+    lines = [made, f"Ceilings in the same run: {ceilings}."]
+    for commit in _unique(e["commit"] for e in record["entries"] if "commit" in e):
+        names = []
+        for group in _unique(e["group"] for e in record["entries"]):
+            of = {e["case"]: e.get("commit") for e in record["entries"] if e["group"] == group}
+            kept = [case for case, made_at in of.items() if made_at == commit]
+            names += [group] if len(kept) == len(of) else [f"{group} {case}" for case in kept]
+        lines.append(f"From a run at commit {commit}: {', '.join(names)}.")
+    return "\n".join(lines)
 
 
 def tables(record: Record) -> str:

@@ -329,6 +329,18 @@ def wanted(case: Case, group: str, rivals: tuple[Rival, ...], by_name: bool) -> 
     return {r.name: r.bind for r in rivals if installed(r)[0] and (by_name or r.matters(case, group))}
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A new record with the cases of an old one of the same device that it did not run, which keep their commit."""
+    if (old["device"], old["kind"]) != (new["device"], new["kind"]):
+        return new
+    ran = {(e["group"], e["case"]) for e in new["entries"]}
+    kept = [{"commit": old["commit"]} | e for e in old["entries"] if (e["group"], e["case"]) not in ran]
+    known = cases.BENCH_CPU if new["kind"] == "cpu" else cases.BENCH
+    place = {name: i for i, name in enumerate((group, case.name) for group in known for case in known[group])}
+    every = sorted(kept + new["entries"], key=lambda e: place.get((e["group"], e["case"]), len(place)))
+    return {**new, "entries": every}
+
+
 def groups(device: torch.device, names: list[str], quick: bool) -> dict[str, tuple[Case, ...]]:
     """The bench cases of a device by group. Raises ValueError for an unknown group."""
     known = cases.BENCH if device.type == "cuda" else cases.BENCH_CPU
