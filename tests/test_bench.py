@@ -508,7 +508,9 @@ def test_tables_of_a_record() -> None:
 def test_cases_that_did_not_run_again_keep_their_numbers_and_their_commit() -> None:
     again = {**RECORD, "commit": "def", "entries": [entry("plain", "forward", "adatom", 1.0)]}
     both = run.merged(RECORD, again)
-    assert sorted((e["group"], e.get("commit", "")) for e in both["entries"]) == [("plain", "")] + [("second", "abc")] * 4
+    assert (
+        sorted((e["group"], e.get("commit", "")) for e in both["entries"]) == [("plain", "")] + [("second", "abc")] * 4
+    )
     assert both["commit"] == "def" and [e["ms"] for e in both["entries"] if e["group"] == "plain"] == [1.0]
     assert "From a run at commit abc: second.\n" in report.tables(both)
     third = run.merged(both, {**RECORD, "commit": "ghi", "entries": []})

@@ -36,7 +36,9 @@ def command(
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Write all results to this JSON file; with --group, beside what it holds.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write all results to this JSON file; with --group, beside what it holds.")
+    ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
