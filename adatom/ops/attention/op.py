@@ -8,6 +8,7 @@ torch.compile, which refuses Functions with a jvp, takes one of its own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,12 +225,22 @@ class PlannedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
-        further = torch.is_grad_enabled() or forward_ad._current_level >= 0  # the gradients are to be differentiated
-        differentiate = AttentionBackward.apply if further else attention_bwd
+        differentiate = partial(_apply, AttentionBackward) if _further() else attention_bwd
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
 
 
-# Function.apply binds arguments by name for functorch; without functorch this is the same, in half the time.
+def _further() -> bool:
+    """Whether what a backward returns is to be differentiated again."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
+def _apply(function: type[Function], *args: Any) -> Any:
+    """function.apply(*args). It binds arguments by name for functorch; without functorch this takes half the time."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(Function, function).apply(*args)  # type: ignore[misc]
+
+
 apply_planned = super(Function, PlannedAttention).apply
 
 
@@ -341,9 +352,8 @@ class AttentionBackward(Function):
         if all(c is None for c in cotangents):
             return (None,) * len(needed)
         ddq, ddk, ddv, ddbias, ddsinks = cotangents
-        grads = AttentionBackwardBackward.apply(
-            *inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3]
-        )
+        differentiate = partial(_apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
+        grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3])
         dq, dk, dv, dbias, dsinks, ddout, ddlse = grads
         return (
             dq,
