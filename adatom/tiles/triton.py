@@ -157,26 +157,25 @@ def visible(i, j, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.cons
 
 
 @triton.jit
-def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
-    """lse in log2 units, [BLOCK]: +inf, under which all probabilities are 0, for rows that see nothing or do not exist.
-
-    EVEN: all rows of the block exist.
+def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """lse, [BLOCK], in log2 units without a bias: +inf, under which all probabilities are 0, for rows that see nothing
+    or do not exist. EVEN: all rows of the block exist.
     """
     lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
     empty = lse == float("-inf")
     if not EVEN:  # a bias could make their probabilities overflow
         empty |= start + tl.arange(0, BLOCK) >= n
-    return tl.where(empty, float("inf"), lse) * LOG2E
+    return tl.where(empty, float("inf"), lse) * (LOG2E if BIAS == NONE else 1.0)
 
 
 @triton.jit
 def probabilities(raw, lse, bias, i, j, cut, len_k, offset, left, right, scale, softcap, BIAS: tl.constexpr,
                   SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
-    """(P, tanh) of a tile of queries i and keys j from raw = q k^T, lse in log2 units and bias, all broadcast alike.
+    """(P, tanh) of a tile of queries i and keys j from raw = q k^T, lse of `load_lse` and bias, all broadcast alike.
 
     tanh is that of the softcap, 0 without one. MASK: some tiles are masked, and this one if `cut`.
     """
-    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores; each way has one operation fewer
+    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores and of lse
     if SOFTCAP:
         t = tanh(raw * (scale / softcap))
         s = (softcap * unit) * t
@@ -188,17 +187,25 @@ def probabilities(raw, lse, bias, i, j, cut, len_k, offset, left, right, scale, 
     if MASK:
         if cut:
             s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
-    if BIAS != NONE:
-        s *= LOG2E
-    return tl.exp2(s - lse), t
+    if BIAS == NONE:
+        return tl.exp2(s - lse), t
+    else:  # under a bias of -1e9, lse is rounded by more than 1
+        return tl.exp2(tl.minimum((s - lse) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)), t
 
 
 @triton.jit
 def scale_of(largest):
-    """(power of two that brings numbers up to `largest` below 2^15, its inverse)."""
+    """(power of two that brings numbers up to `largest` below 2^15, its inverse: NaN if `largest` is not finite)."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     e = tl.minimum(268 - exponent, 253)
-    return (e << 23).to(tl.float32, bitcast=True), ((254 - e) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
+    return (e << 23).to(tl.float32, bitcast=True), tl.where(exponent == 255, float("nan"), inverse)
+
+
+@triton.jit
+def product(a, b):
+    """a * b, no larger than float32 holds: zeros times it stay zeros."""
+    return tl.minimum(a * b, 3.4e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -227,11 +234,11 @@ def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False, UN
         elif TRANSPOSED:
             scale_a, inverse_a = scale_of(tl.max(tl.abs(a)))
             a *= scale_a
-            inverse *= inverse_a
+            inverse = product(inverse, inverse_a)
         else:
             scale_a, inverse_a = scale_of(tl.max(tl.abs(a), 1))
             a *= scale_a[:, None]
-            inverse = (inverse * inverse_a)[:, None]
+            inverse = product(inverse, inverse_a)[:, None]
         if PRECISION == "fp16":
             b0 = b.to(tl.float16)
             r = tl.dot(a.to(tl.float16), b0.T if TRANSPOSED else b0)

@@ -194,7 +194,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
     tl.store(Delta + rows, delta, mask=rows < len_q)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     rowsum = tl.zeros((BLOCK_M,), tl.float32)
     for n0 in range(begin, end, BLOCK_N):
@@ -275,7 +275,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
             cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
             q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
             do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, EVEN_M, TMA)
+            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)
             delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)
             raw = dot(k, q, None, PRECISION, True)
             bias = load_bias(Bias_h, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
@@ -297,9 +297,9 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
 
 
 @triton.jit
-def _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
+def _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
     row = (tl.cast(b, tl.int64) * heads + h) * len_q
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     return lse, load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
 
 
@@ -336,12 +336,12 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     share = tl.cdiv(shared, parts)
     first = part * share
     last = tl.minimum(first + share, shared) - 1
-    b, h = sharer(first, piece, heads, bias_heads, SHARED_HEADS)
-    lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+    b, h = sharer(tl.minimum(first, last), piece, heads, bias_heads, SHARED_HEADS)
+    lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
     for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
         b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
-        next_rows = _rows(Lse, Delta, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+        next_rows = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
         b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
@@ -442,6 +442,8 @@ def _bias_pass(
 ) -> torch.Tensor:
     """dbias of a full bias that several (batch, head) share."""
     launch = remembered(x, "bwd_bias", lambda: _bias_launch(x, o, dout, bias))
+    if not x.q.numel():
+        return torch.zeros_like(bias)
     if launch.parts == 1:
         dbias = empty(tuple(bias.shape), bias)
         launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)

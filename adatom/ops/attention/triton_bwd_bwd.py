@@ -211,7 +211,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
     g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
     u = load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
@@ -312,7 +312,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
             q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
             ddq = load_tile(DDQ_h, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
             do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, EVEN_M, TMA)[None, :]
+            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)[None, :]
             delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
             g = load_row(G_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
             u = load_row(U_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
@@ -341,9 +341,9 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
 
 
 @triton.jit
-def _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
+def _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
     row = (tl.cast(b, tl.int64) * heads + h) * len_q
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
     g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
     return lse, delta, g, load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
@@ -387,12 +387,12 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     share = tl.cdiv(shared, parts)
     first = part * share
     last = tl.minimum(first + share, shared) - 1
-    b, h = sharer(first, piece, heads, bias_heads, SHARED_HEADS)
-    lse, delta, g, u = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+    b, h = sharer(tl.minimum(first, last), piece, heads, bias_heads, SHARED_HEADS)
+    lse, delta, g, u = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
     for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
         b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
-        next_rows = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, EVEN_M, BLOCK_M)
+        next_rows = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
         b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
@@ -515,6 +515,8 @@ def _bias_pass(
 ) -> torch.Tensor:  # fmt: skip
     """dbias2 of a full bias that several (batch, head) share."""
     launch = remembered(x, "bwd_bwd_bias", lambda: _bias_launch(x, o, d, dout, bias))
+    if not x.q.numel():
+        return torch.zeros_like(bias)
     if launch.parts == 1:
         dbias = empty(tuple(bias.shape), bias)
         launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)

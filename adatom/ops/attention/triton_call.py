@@ -94,8 +94,8 @@ def _pow2(n: int) -> int:
 
 
 def plain(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
-    """The lines of a table without those for calls with an option."""
-    return {key: config for key, config in table.items() if " " not in key[0]}
+    """The lines of a table without those for calls with an option, and without tensor descriptors."""
+    return {key: config._replace(tma=False) for key, config in table.items() if " " not in key[0]}
 
 
 def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:
@@ -159,7 +159,8 @@ class Call:
     def parts(self, tiles: int, bias: torch.Tensor) -> int:
         """How many programs share the sum over the (batch, head) of a bias tile: several where tiles are few."""
         shared = self.batch * self.heads // max(bias.shape[0] * bias.shape[1], 1)
-        return max(1, min(shared // 4, 3 * self.device.sms // max(tiles, 1)))
+        parts = max(1, min(shared // 4, 3 * self.device.sms // max(tiles, 1)))
+        return -(-shared // -(-shared // parts)) if shared else 1  # each has something to add
 
     def counts(self, kv: bool = False) -> tuple[int, ...]:
         """heads, kv_heads, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right."""
@@ -171,10 +172,10 @@ class Call:
         return (self.heads, self.kv_heads, n_heads, group, self.len_q, self.len_k, self.left, self.right)
 
     def constexprs(self, config: Config, **more: Any) -> dict[str, Any]:
-        """The constexprs that every kernel but the forward takes, and its launch options.
+        """The constexprs that every kernel takes, and its launch options.
 
-        float32 operands that come by pointer instead of descriptor are not pipelined: their parts fill the shared
-        memory.
+        float32 operands that a tile would read by descriptor, but come by pointer, are not pipelined: their parts fill
+        the shared memory.
         """
         meta = {key: value for key, value in self.meta.items() if key != "SINKS"}
         early = self.device.arch >= 90

@@ -108,20 +108,18 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if SINKS:  # a key with score sink and value 0
-        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
+        sink = tl.load(Sinks + h).to(tl.float32) * (LOG2E if FOLD else 1.0)
         m = tl.zeros((BLOCK_M,), tl.float32) + sink
         l = tl.zeros((BLOCK_M,), tl.float32) + tl.where(sink == float("-inf"), 0.0, 1.0)
     else:
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
 
+    unit = scale * LOG2E
     for n0 in range(begin, end, BLOCK_N):
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
         s = dot(q, k, None, PRECISION, True)
-        if FOLD:  # nothing comes between q k^T and the softmax
-            to_log2 = scale * LOG2E
-        else:
-            to_log2 = LOG2E
+        if not FOLD:
             if SOFTCAP:
                 s = softcap * tanh(s * (scale / softcap))
             else:
@@ -133,12 +131,19 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
             if (n0 < whole_begin) | (n0 >= whole_end):
                 seen = visible(m0 + i, n0 + j, offset, len_k, left, right, LEFT, RIGHT)
                 s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * to_log2)
+        if FOLD:  # nothing comes between q k^T and the softmax: the maximum is scaled, the rest is one FMA
+            m_new = tl.maximum(m, tl.max(s, 1) * unit)
+        else:  # a bias may be as large as -1e9: what is subtracted must be one of the scores, unrounded
+            m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = m_new
         if BIAS != NONE or LEFT or RIGHT or not EVEN_N:  # rows that have seen nothing yet
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * to_log2 - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
+        if FOLD:
+            p = tl.exp2(s * unit - m_safe[:, None])
+            alpha = tl.exp2(m - m_safe)
+        else:
+            p = tl.exp2((s - m_safe[:, None]) * LOG2E)
+            alpha = tl.exp2((m - m_safe) * LOG2E)
         m = m_new
         l = l * alpha + tl.sum(p, 1)
         v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
@@ -147,7 +152,8 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
     store_tile(Out, acc * (1.0 / l)[:, None], m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    tl.store(Lse + rows, tl.where(seen, (m + tl.log2(l)) * LN2, float("-inf")), mask=rows < len_q)
+    lse = m * (LN2 if FOLD else 1.0) + tl.log2(l) * LN2
+    tl.store(Lse + rows, tl.where(seen, lse, float("-inf")), mask=rows < len_q)
 
 
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:

@@ -120,17 +120,19 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, EVEN_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
     gr = tl.zeros((BLOCK_M,), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
-        l += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse)
-    if SINKS and DDSINKS:
-        of_sink = tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse) * tl.load(DDSinks + h).to(tl.float32)
-        g += of_sink
-        gr += of_sink
+        sink = tl.load(Sinks + h).to(tl.float32)
+        p_sink = tl.exp2(sink * LOG2E - lse) if BIAS == NONE else tl.exp2((sink - lse) * LOG2E)
+        l += p_sink
+        if DDSINKS:
+            of_sink = p_sink * tl.load(DDSinks + h).to(tl.float32)
+            g += of_sink
+            gr += of_sink
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
