@@ -422,6 +422,20 @@ def test_only_the_asked_for_is_run(tmp_path: Path, small_cases: None, cheap: Non
     assert {e["contender"] for e in entries} == {"adatom", "dense"}
 
 
+def test_a_record_keeps_the_groups_that_do_not_run_again(tmp_path: Path, small_cases: None, cheap: None) -> None:
+    record = tmp_path / "r.json"
+    for group in ("plain", "bias", "plain"):
+        result = invoke("--group", group, "--rivals", "none", "--no-verify", "--record", str(record))
+        assert result.exit_code == 0, result.output
+    entries = json.loads(record.read_text())["entries"]
+    assert {(e["group"], "commit" in e) for e in entries} == {("plain", False), ("bias", True)}
+    record.write_text(json.dumps({**json.loads(record.read_text()), "device": "another"}))
+    before = record.read_text()
+    result = invoke("--group", "plain", "--rivals", "none", "--no-verify", "--record", str(record))
+    assert result.exit_code == 2 and "name another file" in result.output
+    assert record.read_text() == before
+
+
 def test_no_case_starts_after_the_budget(tmp_path: Path, small_cases: None, cheap: None) -> None:
     record = tmp_path / "r.json"
     result = invoke("--budget", "0", "--record", str(record))
@@ -512,11 +526,12 @@ def test_cases_that_did_not_run_again_keep_their_numbers_and_their_commit() -> N
         sorted((e["group"], e.get("commit", "")) for e in both["entries"]) == [("plain", "")] + [("second", "abc")] * 4
     )
     assert both["commit"] == "def" and [e["ms"] for e in both["entries"] if e["group"] == "plain"] == [1.0]
-    assert "From a run at commit abc: second.\n" in report.tables(both)
+    assert "From a run at commit abc, with ceilings of its own: second.\n" in report.tables(both)
     third = run.merged(both, {**RECORD, "commit": "ghi", "entries": []})
     assert sorted(e["commit"] for e in third["entries"]) == ["abc"] * 4 + ["def"]
-    elsewhere = {**again, "device": "NVIDIA Other GPU"}
-    assert run.merged(RECORD, elsewhere) == elsewhere
+    for other in ({"device": "NVIDIA Other GPU"}, {"versions": {"python": "3.13"}}):
+        with pytest.raises(ValueError, match="name another file"):
+            run.merged(RECORD, {**again, **other})
 
 
 def test_bytes_bound_cells_are_bandwidths() -> None:

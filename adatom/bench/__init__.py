@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,11 +82,14 @@ def command(
             console.print(f"[dim]{rival.name}: {why}[/]")
     began = time.monotonic()
     by_name = rivals not in ("all", "none")
+    old = json.loads(record.read_text()) if group and record is not None and record.exists() else None
+
+    def save(result: dict[str, Any]) -> None:
+        _write(result if old is None else run.merged(old, result), record)
+
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
-        result = _bench(console, work, chosen, by_name, where, backend, quick, verify, budget, record)
-    if group and record is not None and record.exists():
-        result = run.merged(json.loads(record.read_text()), result)
-    _write(result, record)
+        result = _bench(console, work, chosen, by_name, where, backend, quick, verify, budget, save)
+    save(result)
     if plot_file is not None:
         plot(result, plot_file)
     console.print(f"[dim]{time.monotonic() - began:.0f} s[/]" + (f", written to {record}" if record else ""))
@@ -104,15 +108,19 @@ def _bench(
     quick: bool,
     verify: bool,
     budget: float,
-    file: Path | None,
+    save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Run the cases group by group, printing each group's tables and writing the record as they come."""
+    """Run the cases group by group, printing each group's tables and saving the record as they come."""
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     skipped: list[str] = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("ceilings", total=sum(map(len, work.values())) + 1)
         record, clock = run.start(where)
+        try:
+            save(record)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
         console.print(heading(record), style="dim", highlight=False)
         record["host_case"], record["host"] = run.host(where, backend)
         progress.advance(task)
@@ -140,11 +148,11 @@ def _bench(
                     console.print(
                         f"[red]{escape(case.name)}: {escape(run.reason(error))}; nothing more can run here.[/]"
                     )
-                    _write(record, file)
+                    save(record)
                     raise typer.Exit(1) from None
                 finally:
                     faulthandler.cancel_dump_traceback_later()
-                _write(record, file)
+                save(record)
                 progress.advance(task)
             for sheet in sheets(record, group) if any(e["group"] == group for e in record["entries"]) else []:
                 console.print(sheet.rich(), soft_wrap=False)

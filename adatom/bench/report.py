@@ -189,7 +189,7 @@ def heading(record: Record) -> str:
             of = {e["case"]: e.get("commit") for e in record["entries"] if e["group"] == group}
             kept = [case for case, made_at in of.items() if made_at == commit]
             names += [group] if len(kept) == len(of) else [f"{group} {case}" for case in kept]
-        lines.append(f"From a run at commit {commit}: {', '.join(names)}.")
+        lines.append(f"From a run at commit {commit}, with ceilings of its own: {', '.join(names)}.")
     return "\n".join(lines)
 
 

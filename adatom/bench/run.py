@@ -330,9 +330,13 @@ def wanted(case: Case, group: str, rivals: tuple[Rival, ...], by_name: bool) -> 
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A new record with the cases of an old one of the same device that it did not run, which keep their commit."""
-    if (old["device"], old["kind"]) != (new["device"], new["kind"]):
-        return new
+    """A new record with the cases of an old one that it did not run, which keep their commit.
+
+    ValueError if the old one is of another device or other versions.
+    """
+    for what in ("device", "kind", "versions"):
+        if old[what] != new[what]:
+            raise ValueError(f"the record to be kept is of {what} {old[what]}, this is {new[what]}; name another file")
     ran = {(e["group"], e["case"]) for e in new["entries"]}
     kept = [{"commit": old["commit"]} | e for e in old["entries"] if (e["group"], e["case"]) not in ran]
     known = cases.BENCH_CPU if new["kind"] == "cpu" else cases.BENCH
