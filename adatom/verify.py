@@ -362,8 +362,8 @@ def _own_case(shape: str, dtype: str, window: str | None, **options: Any) -> Cas
         raise typer.BadParameter(f"one of {', '.join(DTYPES)}, not {dtype!r}", param_hint="--dtype")
     bias = options["bias"]
     fits = all(given in ("1", letter) for given, letter in zip(bias, "bhqk"))
-    if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool")):
-        hint = "four letters, bhqk or 1 where it broadcasts, then nothing, -inf or -bool: 1hqk, b11k-bool"
+    if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool", "-far")):
+        hint = "four letters, bhqk or 1 where it broadcasts, then nothing, -inf, -bool or -far: 1hqk, b11k-bool"
         raise typer.BadParameter(f"{hint}; not {bias!r}", param_hint="--bias")
     if bias and options["varlen"]:
         raise typer.BadParameter("packed sequences take no bias", param_hint="--bias")
@@ -447,7 +447,7 @@ def command(
     dtype: Annotated[str | None, typer.Option(help="f16, bf16, f32 or f64.")] = None,
     precision: Annotated[str | None, typer.Option(help="Of float32 products: tf32x3, tf32 or ieee.")] = None,
     bias: Annotated[
-        str, typer.Option(help="bhqk, with 1 where it broadcasts; then -inf or -bool: 1hqk, b11k-bool.")
+        str, typer.Option(help="bhqk, with 1 where it broadcasts; then -inf, -bool or -far: 1hqk, b11k-bool.")
     ] = "",
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = None,

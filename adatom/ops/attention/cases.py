@@ -23,7 +23,8 @@ class Case(NamedTuple):
     """One call of attention, without its tensors.
 
     bias: "" for none, else four letters, one for each dimension of the scores, "1" where it broadcasts: "bhqk", "1hqk",
-        "b11k", ...; then "-inf" (30 % of the entries and one whole row masked) or "-bool" (True attends).
+        "b11k", ...; then "-inf" (30 % of the entries and one whole row masked), "-bool" (True attends) or "-far" (the
+        first third of the keys and 30 % of the entries masked by -1e9, or what float16 has).
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
     layout: memory order of q, k and v, "bhsd" or "bshd". magnitude: standard deviation of q, thus of the scores.
@@ -124,6 +125,11 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
             masked[-1, -1, -1] = True  # the last row has nothing to attend to
             masked = masked.to(device)
             bias = ~masked if case.bias.endswith("-bool") else bias.masked_fill_(masked, float("-inf"))
+        if case.bias.endswith("-far"):
+            far = torch.rand(case.bias_shape, generator=random, device=where) < 0.3
+            far |= torch.arange(case.bias_shape[3], device=where) < case.seqlen_k // 3
+            far[..., -1] = False  # every row has something to attend to
+            bias = bias.masked_fill_(far.to(device), max(-1e9, torch.finfo(other).min))
         given["bias"] = bias
     if case.sinks:
         given["sinks"] = normal(case.heads, dtype=other)
@@ -241,6 +247,7 @@ SMALL: tuple[Case, ...] = (
     Case("bias bhq1", 2, 2, 1, 18, 15, 16, 16, F32, bias="bhq1", sinks=True),
     Case("bias 1h11", 2, 2, 2, 17, 20, 16, 16, F32, bias="1h11", sinks=True),
     Case("bias bhqk -inf", 1, 2, 2, 21, 35, 16, 16, F32, bias="bhqk-inf"),
+    Case("bias bhqk -far", 1, 2, 2, 21, 35, 16, 16, F32, bias="bhqk-far"),
     Case("bias 1hqk -inf sinks bf16", 2, 2, 2, 18, 17, 16, 16, BF16, bias="1hqk-inf", sinks=True),
     Case("bias b1qk bool", 2, 2, 1, 18, 17, 16, 16, F32, bias="b1qk-bool"),
     Case("bias b11k bool f16", 2, 1, 1, 17, 19, 16, 16, F16, bias="b11k-bool", causal=True),
@@ -328,6 +335,9 @@ GPU: tuple[Case, ...] = (
     Case("bias bhqk -inf", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-inf", sinks=True),
     Case("bias 1hqk -inf f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-inf"),
     Case("bias 1hqk, no gradient", 2, 4, 4, 333, 421, 64, 64, BF16, bias="1hqk", bias_grad=False),
+    Case("bias bhqk -far", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-far"),
+    Case("bias 1hqk -far f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-far"),
+    Case("bias b11k -far f32", 2, 4, 4, 256, 256, 64, 64, F32, bias="b11k-far"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
     Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),
