@@ -65,7 +65,13 @@ def _fold(t: Tensor, kv_heads: int) -> Tensor:
     return t if t.shape[1] == kv_heads else t.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
-def _plain_forward(x: Inputs, o: Options, out: Tensor, lse: Tensor) -> None:
+def _stored(result: Tensor, like: Tensor) -> Tensor:
+    """`result` with the shape and memory order of `like`: itself where it has them."""
+    result = result.reshape(like.shape)
+    return result if result.stride() == like.stride() else empty_like(like).copy_(result)
+
+
+def _plain_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     q, k, v = x.q, x.k, x.v
     if _foldable(x, o):
         q = _fold(q, k.shape[1])
@@ -74,15 +80,16 @@ def _plain_forward(x: Inputs, o: Options, out: Tensor, lse: Tensor) -> None:
     mask = _mask(x)
     causal = o.causal and x.q.shape[2] > 1  # one query sees every key, however many heads are folded into rows
     result, result_lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=o.scale)
-    out.copy_(result.reshape(out.shape))
+    lse = empty_lse(x.q)
     lse.copy_(result_lse.reshape(lse.shape))
     if mask is not None:  # it gives 0 to a row that sees nothing
         lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
+    return _stored(result, x.q), lse
 
 
 def _plain_backward(
-    x: Inputs, o: Options, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+    x: Inputs, o: Options, out: Tensor, lse: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = x.q, x.k, x.v
     if _foldable(x, o):
         q, out, dout = (_fold(t, k.shape[1]) for t in (q, out, dout))
@@ -93,13 +100,12 @@ def _plain_backward(
     if mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
     causal = o.causal and x.q.shape[2] > 1
-    grads = _flash_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=o.scale)
-    dq.copy_(grads[0].reshape(dq.shape))
-    for result, grad in ((dk, grads[1]), (dv, grads[2])):
-        if grad.shape == result.shape:
-            result.copy_(grad)
-        else:
-            result.copy_(wide(grad).unflatten(1, (result.shape[1], -1)).sum(2))
+    dq, *shared = _flash_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=o.scale)
+    dk, dv = (
+        _stored(grad if grad.shape == t.shape else wide(grad).unflatten(1, (t.shape[1], -1)).sum(2).to(t.dtype), t)
+        for grad, t in zip(shared, (x.k, x.v))
+    )
+    return _stored(dq, x.q), dk, dv
 
 
 # Tiles -------------------------------------------------------------------------------------------------------------
@@ -314,10 +320,9 @@ def _finite(lse: Tensor) -> Tensor:
 @by_sequence("", "ol")
 def forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) as reference.forward."""
-    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     if _plain(x, o):
-        _plain_forward(x, o, out, lse)
-        return out, lse
+        return _plain_forward(x, o)
+    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     for part, blocks in _walk(x, o):
         for i, j in blocks:
             s, _ = part.scores(part.rows(x.q, i) * o.scale, i, j)
@@ -338,10 +343,9 @@ def backward(
     x: Inputs, o: Options, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """(dq, dk, dv, dbias, dsinks) as reference.backward."""
-    dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     if dlse is None and not bias_grad and _plain(x, o):
-        _plain_backward(x, o, out, lse, dout, dq, dk, dv)
-        return dq, dk, dv, None, None
+        return *_plain_backward(x, o, out, lse, dout), None, None
+    dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     dbias, dsinks = _BiasGradient(x, bias_grad), _SinkGradient(x)
     for part, blocks in _walk(x, o):
         sum_k, sum_v = torch.zeros_like(part.k), torch.zeros_like(part.v)
