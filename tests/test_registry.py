@@ -19,6 +19,7 @@ MACHINES = {
     "sm_80": Device("cuda", 80, 108, 166912),
     "sm_90": Device("cuda", 90, 132, 232448),
     "sm_100": Device("cuda", 100, 148, 232448),
+    "sm_120": Device("cuda", 120, 170, 101376),
     "cpu": CPU,
     "interpreter": INTERPRETER,
 }
@@ -61,6 +62,15 @@ def test_triton_from_sm_80_up(machine, dtype):
 )
 def test_torch_where_triton_cannot(problem):
     assert chosen(problem) == every("torch_chunked")
+
+
+def test_the_second_derivative_of_float32_needs_shared_memory():
+    small = posed("sm_120", torch.float32, 136)
+    assert chosen(small) == every("triton") | {"bwd_bwd": "torch_chunked"}
+    assert chosen(posed("sm_120", torch.float32, 136, precision="tf32")) == every("triton")
+    assert chosen(posed("sm_120", torch.float32, 128)) == every("triton")
+    for machine in ("sm_80", "sm_90"):
+        assert chosen(posed(machine, torch.float32, 136)) == every("triton")
 
 
 def test_the_interpreter_is_a_machine_of_its_own(monkeypatch):

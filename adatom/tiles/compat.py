@@ -26,24 +26,19 @@ def direct(compiled, programs, device, rest):
 
 
 def _mend_interpreter() -> None:
-    """What Triton's interpreter does unlike a GPU: it truncates to bfloat16 (round to nearest), multiplies bfloat16 as
-    the raw 16-bit integers it keeps (widen them) and TF32 operands with all their bits (cut them)."""
+    """What Triton's interpreter does unlike a GPU: it truncates to bfloat16 (round to nearest), and multiplies bfloat16
+    as the raw 16-bit integers it keeps (widen them)."""
     import numpy as np
     import triton.language as tl
-    from triton._C.libtriton import ir
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     create_dot = InterpreterBuilder.create_dot
 
-    def operand(builder, x, precision):
-        if x.dtype.scalar == tl.bfloat16:
-            return builder.cast_impl(x, tl.float32)
-        if x.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32:
-            return TensorHandle((x.data.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32), x.dtype)
-        return x
+    def operand(builder, x):
+        return builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
 
-    def mended(self, a, b, d, precision, *rest):
-        return create_dot(self, operand(self, a, precision), operand(self, b, precision), d, precision, *rest)
+    def mended(self, a, b, *rest):
+        return create_dot(self, operand(self, a), operand(self, b), *rest)
 
     cast_impl = InterpreterBuilder.cast_impl
 

@@ -52,14 +52,16 @@ class Launch:
     others: it launches again without looking at them, which Triton does for each of some 50 arguments.
 
     scalars: the parameters after the tensors. blocks: by name, the parameters that take a tensor descriptor instead of
-    a tensor, and how many rows of one (batch, head) it loads.
+    a tensor, and how many rows of one (batch, head) it loads. parts: how many sums of the result the programs write,
+    for the caller to add.
     """
 
     def __init__(
         self, kernel: Any, programs: int, scalars: tuple[Any, ...], meta: dict[str, Any], spill: int = 0,
-        blocks: dict[str, int] | None = None,
+        blocks: dict[str, int] | None = None, parts: int = 1,
     ) -> None:  # fmt: skip
         self.kernel, self.programs, self.scalars, self.meta, self.spill = kernel, programs, scalars, meta, spill
+        self.parts = parts
         self.blocks = {kernel.arg_names.index(name): rows for name, rows in (blocks or {}).items()}
         self._direct: Any = None
 

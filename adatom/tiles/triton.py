@@ -20,6 +20,15 @@ FULL = tl.constexpr(3)
 
 
 @triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """To be called first. EARLY: the kernel was launched before the one ahead of it in the stream has ended: wait for
+    that here, and let the next kernel be launched as early (programmatic dependent launch, sm_90 and up)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def load_tile(X, b, h, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
               EVEN: tl.constexpr, TMA: tl.constexpr):
     """Rows start.. of one (batch, head), [BLOCK, BLOCK_DIM], zero outside n_rows x DIM.
@@ -73,8 +82,7 @@ def load_bias(X, i, j, i0, j0, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr,
               EVEN_J: tl.constexpr):
     """The bias tile at query i0, key j0 of the slice that X points at, to broadcast against the scores; 0 outside.
 
-    i and j count from the tile's corner. EVEN_I, EVEN_J: all its queries, all its keys exist. (A mask along the keys
-    would make loads of single elements.)
+    i and j count from the tile's corner. EVEN_I, EVEN_J: all its queries, all its keys exist.
     """
     if KIND == NONE:
         return 0.0
@@ -114,12 +122,18 @@ def store_scores(X, x, i, j, i0, j0, n_i, n_j, EVEN_I: tl.constexpr, EVEN_J: tl.
 
 
 @triton.jit
+def row_of_scores(len_k, ALIGNED: tl.constexpr):
+    """len_k; ALIGNED: it is a multiple of 16, and the compiler may know, so that masks allow wide loads and stores."""
+    return len_k // 16 * 16 if ALIGNED else len_k
+
+
+@triton.jit
 def add_bias(s, bias):
-    """Scores in log2 units plus a bias in natural units; where a boolean bias is False, -inf."""
+    """Scores plus a bias; where a boolean bias is False, -inf."""
     if bias.dtype == tl.int1:
         return tl.where(bias, s, float("-inf"))
     else:
-        return s + bias.to(tl.float32) * LOG2E
+        return s + bias.to(tl.float32)
 
 
 @triton.jit
@@ -143,80 +157,100 @@ def visible(i, j, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.cons
 
 
 @triton.jit
-def to_tf32(x):
-    """Half a unit of tf32's last place added, so that the tensor core's truncation rounds to nearest."""
-    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """lse in log2 units, [BLOCK]: +inf, under which all probabilities are 0, for rows that see nothing.
-
-    Rows that do not exist read 0. Their probabilities meet zeros only: those of dO, of delta and of every cotangent.
+def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """lse, [BLOCK], in log2 units without a bias: +inf, under which all probabilities are 0, for rows that see nothing
+    or do not exist. EVEN: all rows of the block exist.
     """
     lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
-    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    empty = lse == float("-inf")
+    if not EVEN:  # a bias could make their probabilities overflow
+        empty |= start + tl.arange(0, BLOCK) >= n
+    return tl.where(empty, float("inf"), lse) * (LOG2E if BIAS == NONE else 1.0)
 
 
 @triton.jit
-def probabilities(raw, lse, bias, i, j, len_k, offset, left, right, scale, softcap, BIAS: tl.constexpr,
+def probabilities(raw, lse, bias, i, j, cut, len_k, offset, left, right, scale, softcap, BIAS: tl.constexpr,
                   SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
-    """(P, tanh) of a tile of queries i and keys j from raw = q k^T, lse in log2 units and bias, all broadcast alike.
+    """(P, tanh) of a tile of queries i and keys j from raw = q k^T, lse of `load_lse` and bias, all broadcast alike.
 
-    tanh is that of the softcap, 0 without one.
+    tanh is that of the softcap, 0 without one. MASK: some tiles are masked, and this one if `cut`.
     """
+    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores and of lse
     if SOFTCAP:
         t = tanh(raw * (scale / softcap))
-        s = (softcap * LOG2E) * t
+        s = (softcap * unit) * t
     else:
         t = 0.0
-        s = raw * (scale * LOG2E)
+        s = raw * (scale * unit)
     if BIAS != NONE:
         s = add_bias(s, bias)
     if MASK:
-        s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
-    return tl.exp2(s - lse), t
+        if cut:
+            s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+    if BIAS == NONE:
+        return tl.exp2(s - lse), t
+    else:  # under a bias of -1e9, lse is rounded by more than 1
+        return tl.exp2(tl.minimum((s - lse) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)), t
+
+
+@triton.jit
+def scale_of(largest):
+    """(power of two that brings numbers up to `largest` below 2^15, its inverse: NaN if `largest` is not finite)."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    e = tl.minimum(268 - exponent, 253)
+    inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
+    return (e << 23).to(tl.float32, bitcast=True), tl.where(exponent == 255, float("nan"), inverse)
+
+
+@triton.jit
+def product(a, b):
+    """a * b, no larger than float32 holds: zeros times it stay zeros."""
+    return tl.minimum(a * b, 3.4e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def split(x):
-    """float32 as a sum of three bfloat16, the largest first: 24 bits."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    """float32 below 2^15 as a sum of two float16, the larger first: 22 bits of all above 2^-2."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """acc + a @ b in float32, or a @ b^T if TRANSPOSED. PRECISION is how float32 operands are multiplied,
-    on tensor cores
-    but for "ieee"; 16-bit ones are exact.
+def dot(a, b, acc, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False, UNIT: tl.constexpr = False):
+    """acc + a @ b in float32, or a @ b^T if TRANSPOSED. UNIT: the elements of a lie between 0 and 1.
 
-    "bf16x6", "bf16x3": the products of bfloat16 parts that reach 24 bits, 16 bits. Parts of one tile that several
-    products use, or all iterations, are computed once: the compiler sees that they are the same. "bf16x6 apart"
-    computes them for each product anew, which takes less shared memory.
+    PRECISION is how float32 operands are multiplied, on tensor cores but for "ieee"; 16-bit ones are exact. "fp16x3"
+    sums three products of float16 parts, which reach 22 bits, "fp16" rounds the operands to float16, the 11 bits of
+    TF32. Both bring the operands into float16's range first, by powers of two: one for b; one for a if TRANSPOSED,
+    when both are loaded tiles, or for each of its rows, when it was computed. What several products need of one tile,
+    or all iterations, is computed once: the compiler sees that it is the same.
     """
-    if PRECISION == "bf16x6" or PRECISION == "bf16x3":
-        a0, a1, a2 = split(a)
-        b0, b1, b2 = split(b)
-        if TRANSPOSED:
-            b0, b1, b2 = b0.T, b1.T, b2.T
-        r = None
-        if PRECISION == "bf16x6":
-            r = tl.dot(a2, b0)
-            r = tl.dot(a0, b2, r)
-            r = tl.dot(a1, b1, r)
-        r = tl.dot(a1, b0, r)
-        r = tl.dot(a0, b1, r)
-        r = tl.dot(a0, b0, r)
-        return r if acc is None else acc + r
+    if PRECISION == "fp16x3" or PRECISION == "fp16":
+        scale_b, inverse = scale_of(tl.max(tl.abs(b)))
+        b *= scale_b
+        if UNIT:
+            a *= 16384.0
+            inverse *= 1.0 / 16384.0
+        elif TRANSPOSED:
+            scale_a, inverse_a = scale_of(tl.max(tl.abs(a)))
+            a *= scale_a
+            inverse = product(inverse, inverse_a)
+        else:
+            scale_a, inverse_a = scale_of(tl.max(tl.abs(a), 1))
+            a *= scale_a[:, None]
+            inverse = product(inverse, inverse_a)[:, None]
+        if PRECISION == "fp16":
+            b0 = b.to(tl.float16)
+            r = tl.dot(a.to(tl.float16), b0.T if TRANSPOSED else b0)
+        else:
+            a0, a1 = split(a)
+            b0, b1 = split(b)
+            if TRANSPOSED:
+                b0, b1 = b0.T, b1.T
+            r = tl.dot(a0, b0, tl.dot(a0, b1, tl.dot(a1, b0)))
+        return r * inverse if acc is None else acc + r * inverse
     else:
-        if PRECISION == "tf32":
-            a = to_tf32(a)
-            b = to_tf32(b)
-        return tl.dot(a, b.T if TRANSPOSED else b, acc,
-                      input_precision="bf16x6" if PRECISION == "bf16x6 apart" else PRECISION)
+        return tl.dot(a, b.T if TRANSPOSED else b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -326,6 +360,15 @@ def locate(pid, Cu, CuQ, CuK, Lens, heads, n_heads, group, length, len_q, len_k,
         if LENS:
             len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
     return b, h, block, start_q, start_k, len_q, len_k
+
+
+@triton.jit
+def sharer(r, piece, heads, bias_heads, SHARED_HEADS: tl.constexpr):
+    """(batch, head) number r of those that share slice `piece` of a bias. SHARED_HEADS: all heads share one."""
+    if SHARED_HEADS:
+        return r // heads + piece, r % heads
+    else:
+        return r + piece // bias_heads, piece % bias_heads
 
 
 @triton.jit

@@ -31,3 +31,13 @@ def triton(p: Problem) -> str | None:
         if dim % 8 or not 8 <= dim <= 256:
             return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
     return None
+
+
+def triton_second(p: Problem) -> str | None:
+    """Triton kernels of the second derivative: where shared memory is small, not float32 at every head_dim."""
+    if (why := triton(p)) is not None:
+        return why
+    wide = max(p.head_dim, p.head_dim_v) > 128 and p.dtype == torch.float32 and p.precision != "tf32"
+    if wide and p.device.kind == "cuda" and p.device.shared_memory < 128 * 1024:
+        return f"{p.precision} beyond head_dim 128 needs 128 KB of shared memory; sm_{p.device.arch} has less"
+    return None

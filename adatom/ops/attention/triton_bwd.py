@@ -27,6 +27,7 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
+    sum_parts,
 )
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
@@ -35,6 +36,7 @@ from adatom.tiles.triton import (
     NONE,
     QUERY,
     add,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -46,6 +48,8 @@ from adatom.tiles.triton import (
     probabilities,
     queries_of,
     row_at,
+    row_of_scores,
+    sharer,
     store_scores,
     store_tile,
 )
@@ -56,19 +60,23 @@ Q_CONFIGS: Configs = {
         ("half bias", 32): Config(64, 64, 4, 3),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(128, 64, 8, 3, tma=True),
-        ("half", 256): Config(64, 32, 8, 2, tma=True),
-        ("tf32", 64): Config(128, 32, 8, 1, spill=4096),
-        ("tf32", 128): Config(64, 32, 8, 1, spill=2048),
-        ("tf32", 256): Config(32, 32, 8, 1, spill=32768),
-        ("tf32x3", 64): Config(128, 64, 8, 2, tma=True, spill=4096),
-        ("tf32x3", 128): Config(64, 32, 4, 1, spill=2048),
-        ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
+        ("half", 256): Config(128, 64, 8, 1, tma=True),
+        ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
+        ("tf32", 128): Config(128, 64, 8, 1, spill=8192),
+        ("tf32", 256): Config(128, 32, 8, 1, spill=32768),
+        ("tf32x3", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
+        ("tf32x3", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
+        ("tf32x3", 256): Config(64, 32, 4, 1, spill=32768),
         ("ieee", 64): Config(32, 32, 8, 1),
         ("ieee", 128): Config(16, 32, 8, 1, spill=2048),
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
 Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
+    ("tf32", 128): Config(64, 32, 8, 1, spill=2048),
+    ("tf32", 256): Config(32, 32, 8, 1, spill=32768),
+    ("tf32x3", 128): Config(64, 32, 4, 1, spill=2048),
+    ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
     ("tf32", 64): Config(64, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 64, 4, 2),
@@ -80,31 +88,36 @@ Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 
 KV_CONFIGS: Configs = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 2, tma=True),
+        ("half bias", 32): Config(32, 64, 4, 2, tma=True),
         ("half packed", 64): Config(32, 64, 4, 2),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
-        ("half", 128): Config(64, 64, 4, 2, tma=True),
-        ("half", 256): Config(32, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
-        ("tf32", 128): Config(32, 64, 8, 1, spill=2048),
-        ("tf32", 256): Config(16, 32, 8, 1, spill=32768),
-        ("tf32x3", 64): Config(64, 64, 4, 1, spill=4096),
-        ("tf32x3", 128): Config(32, 64, 8, 1, spill=2048),
-        ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
+        ("half", 128): Config(64, 64, 4, 2, tma=True, spill=1024),
+        ("half", 256): Config(64, 64, 8, 2, tma=True),
+        ("tf32", 64): Config(64, 64, 4, 1, spill=4096),
+        ("tf32", 128): Config(64, 128, 8, 1, spill=8192),
+        ("tf32", 256): Config(32, 32, 8, 1, spill=32768),
+        ("tf32x3", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
+        ("tf32x3", 128): Config(64, 128, 8, 1, spill=8192),
+        ("tf32x3", 256): Config(32, 32, 8, 1, spill=32768),
         ("ieee", 64): Config(32, 32, 8, 1),
         ("ieee", 128): Config(16, 32, 8, 1, spill=2048),
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
 KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
+    ("tf32", 128): Config(32, 64, 8, 1, spill=2048),
+    ("tf32", 256): Config(16, 32, 8, 1, spill=32768),
+    ("tf32x3", 128): Config(32, 64, 8, 1, spill=2048),
+    ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(16, 32, 4, 1),
     ("half", 64): Config(32, 128, 8, 2),
     ("half", 128): Config(32, 64, 4, 2),
     ("half", 256): Config(16, 64, 8, 1),
 }
-KV_CONFIGS[86] = KV_CONFIGS[80]
+KV_CONFIGS[86] = KV_CONFIGS[80] | {("tf32x3", 128): Config(16, 32, 4, 1, spill=8192)}
 KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
+    ("half", 256): Config(32, 64, 8, 1, tma=True),
     ("half", 64): Config(64, 64, 8, 3, tma=True),
     ("half", 128): Config(64, 64, 8, 2, tma=True),
     ("half packed", 64): Config(32, 64, 4, 1),
@@ -112,7 +125,8 @@ KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
 
 BIAS_CONFIGS: Configs = {
     90: {
-        ("half", 64): Config(64, 64, 4, 3),
+        ("half", 32): Config(64, 64, 4, 3, tma=True),
+        ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(64, 64, 4, 2),
         ("half", 256): Config(64, 32, 8, 1),
         ("tf32", 64): Config(64, 32, 4, 1),
@@ -126,34 +140,9 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
-BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90])
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(64, 64, 8, 2)}
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
 BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("half", 256): Config(32, 32, 8, 1)}
-
-
-@triton.jit
-def _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn, stride_vn,
-            stride_bm, stride_bn, keys, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
-            HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
-            DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
-            EVEN_M: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr):
-    i = tl.arange(0, BLOCK_M)[:, None]
-    j = tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    raw = dot(q, k, None, PRECISION, True)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
-    p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
-                         SOFTCAP, LEFT, RIGHT, MASK)
-    ds = p * (dot(do, v, None, PRECISION, True) - delta[:, None])
-    if DBIAS == QUERY:
-        rowsum += tl.sum(ds, 1)
-    if DBIAS == FULL:
-        store_scores(DBias, ds, i, j, m0, n0, len_q, keys, EVEN_M, EVEN)
-    if SOFTCAP:
-        ds *= 1.0 - t * t
-    return dot(ds.to(k.dtype), k, dq, PRECISION), rowsum
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -164,11 +153,13 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-              LENS: tl.constexpr, VARLEN: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-              PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+              LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
+              EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ and delta of a block of queries; also its tiles of an unshared dbias, or its row sums of dS."""
+    after_previous(EARLY)
     row_length = len_q
-    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+    keys = row_of_scores(len_k, ALIGNED)
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
                                                          len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
     if VARLEN:
@@ -191,6 +182,8 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         DBias += row * keys
     m0 = block * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
 
@@ -201,57 +194,28 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
     tl.store(Delta + rows, delta, mask=rows < len_q)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, False)
+    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     rowsum = tl.zeros((BLOCK_M,), tl.float32)
-    if LEFT:
-        for n0 in range(begin, whole_begin, BLOCK_N):
-            dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
-                                 stride_kn, stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap,
-                                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True,
-                                 EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-    for n0 in range(whole_begin, whole_end, BLOCK_N):
-        dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k, stride_kn,
-                             stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True,
-                             PRECISION, TMA, BLOCK_M, BLOCK_N)
-    if RIGHT or not EVEN_N:
-        for n0 in range(whole_end, end, BLOCK_N):
-            dq, rowsum = _q_step(q, do, lse, delta, dq, rowsum, K, V, Bias, DBias, b, hk, m0, n0, len_q, len_k,
-                                 stride_kn, stride_vn, stride_bm, stride_bn, keys, offset, left, right, scale, softcap,
-                                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True,
-                                 EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    for n0 in range(begin, end, BLOCK_N):
+        cut = (n0 < whole_begin) | (n0 >= whole_end)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        raw = dot(q, k, None, PRECISION, True)
+        bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
+                             BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+        ds = p * (dot(do, v, None, PRECISION, True) - delta[:, None])
+        if DBIAS == QUERY:
+            rowsum += tl.sum(ds, 1)
+        if DBIAS == FULL:
+            store_scores(DBias, ds, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
+        if SOFTCAP:
+            ds *= 1.0 - t * t
+        dq = dot(ds.to(k.dtype), k, dq, PRECISION)
     store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
     if DBIAS == QUERY:
         tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
-
-
-@triton.jit
-def _kv_step(k, v, dk, dv, colsum, Q, DOut, Lse, Delta, Bias, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
-             stride_bm, stride_bn, offset, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
-             HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BIAS: tl.constexpr,
-             COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
-             EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.arange(0, BLOCK_M)[None, :]
-    j = tl.arange(0, BLOCK_N)[:, None]
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)
-    delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)
-    raw = dot(k, q, None, PRECISION, True)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
-    p, t = probabilities(raw, lse[None, :], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
-                         SOFTCAP, LEFT, RIGHT, MASK)
-    dp = dot(v, do, None, PRECISION, True)
-    dv = dot(p.to(do.dtype), do, dv, PRECISION)
-    ds = p * (dp - delta[None, :])
-    if COLSUM:
-        colsum += tl.sum(ds, 1)
-    if SOFTCAP:
-        ds *= 1.0 - t * t
-    dk = dot(ds.to(q.dtype), q, dk, PRECISION)
-    return dk, dv, colsum
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -262,15 +226,16 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-               LENS: tl.constexpr, VARLEN: tl.constexpr, EVEN_M: tl.constexpr,
-               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr):
+               LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
+               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK and dV of a block of keys, summed over the query heads that share them; also the column sums of dS.
 
     Tiles are transposed, keys x queries, so that P^T and dS^T are left operands.
     """
+    after_previous(EARLY)
     row_length = len_q
-    keys = len_k
+    keys = row_of_scores(len_k, ALIGNED)
     b, hk, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuK, CuQ, CuK, Lens, kv_heads, n_heads,
                                                           group, len_k, len_q, len_k, LENS, VARLEN, False, BLOCK_N)
     if VARLEN:
@@ -281,6 +246,8 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
     DK += at(b, hk, start_k, stride_dkb, stride_dkh, stride_dkn)
     DV += at(b, hk, start_k, stride_dvb, stride_dvh, stride_dvn)
     n0 = block * BLOCK_N
+    i = tl.arange(0, BLOCK_M)[None, :]
+    j = tl.arange(0, BLOCK_N)[:, None]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = queries_of(n0, offset, len_q, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LENS:
@@ -289,40 +256,39 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
             whole_begin = begin
             end = begin
     rows_k = keys if not VARLEN else len_k
-    k = load_tile(K, 0, 0, n0, stride_kn, rows_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False)
-    v = load_tile(V, 0, 0, n0, stride_vn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+    k = load_tile(K, 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False)
+    v = load_tile(V, 0, 0, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     sharing = heads // kv_heads
     for h in range(hk * sharing, (hk + 1) * sharing):
         row = row_at(b, h, heads, start_q, row_length, VARLEN)
         colsum = tl.zeros((BLOCK_N,), tl.float32)
-        q_offset = at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        g_offset = at(b, h, start_q, stride_gb, stride_gh, stride_gm)
-        Q_h = Q if TMA else Q + q_offset
-        DOut_h = DOut if TMA else DOut + g_offset
+        Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm)
+        DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm)
         Lse_h = Lse if TMA else Lse + row
         Delta_h = Delta if TMA else Delta + row
         Bias_h = Bias
         if BIAS != NONE:
             Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
-        if RIGHT:
-            for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0, n0,
-                                          len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
-                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM,
-                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-        for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0, n0, len_q,
-                                      len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right, scale,
-                                      softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM, SOFTCAP, False,
-                                      False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-        if LEFT:
-            for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, dk, dv, colsum, Q_h, DOut_h, Lse_h, Delta_h, Bias_h, b, h, m0, n0,
-                                          len_q, len_k, stride_qm, stride_gm, stride_bm, stride_bn, offset, left, right,
-                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, COLSUM,
-                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
+        for m0 in range(begin, end, BLOCK_M):
+            cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
+            q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+            do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)
+            delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)
+            raw = dot(k, q, None, PRECISION, True)
+            bias = load_bias(Bias_h, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+            p, t = probabilities(raw, lse[None, :], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale,
+                                 softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+            dp = dot(v, do, None, PRECISION, True)
+            dv = dot(p.to(do.dtype), do, dv, PRECISION, UNIT=True)
+            ds = p * (dp - delta[None, :])
+            if COLSUM:
+                colsum += tl.sum(ds, 1)
+            if SOFTCAP:
+                ds *= 1.0 - t * t
+            dk = dot(ds.to(q.dtype), q, dk, PRECISION)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
@@ -330,55 +296,74 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
     store_tile(DV, dv, n0, stride_dvn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads"])
+@triton.jit
+def _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
+    row = (tl.cast(b, tl.int64) * heads + h) * len_q
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
+    return lse, load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
 def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                  stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, stride_bn, batch, bias_batch,
-                 bias_heads, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                 bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
-                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                 SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+                 PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr):
-    """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice."""
+    """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
+
+    With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
+    """
+    after_previous(EARLY)
+    keys = row_of_scores(len_k, ALIGNED)
     n_m = tl.cdiv(len_q, BLOCK_M)
     n_n = tl.cdiv(len_k, BLOCK_N)
     pid = tl.program_id(0)
     m0 = pid // n_n % n_m * BLOCK_M
     n0 = pid % n_n * BLOCK_N
-    piece = pid // (n_m * n_n)
+    part = pid // (n_m * n_n) // (bias_batch * bias_heads)
+    piece = pid // (n_m * n_n) % (bias_batch * bias_heads)
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
-    shared_heads = heads // bias_heads
-    for r in range(batch // bias_batch * shared_heads):
-        b = r // shared_heads + piece // bias_heads
-        h = r % shared_heads + piece % bias_heads
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+    shared = batch // bias_batch * (heads // bias_heads)
+    share = tl.cdiv(shared, parts)
+    first = part * share
+    last = tl.minimum(first + share, shared) - 1
+    b, h = sharer(tl.minimum(first, last), piece, heads, bias_heads, SHARED_HEADS)
+    lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
+    for r in range(first, last + 1):
+        # no product depends on the rows, so Triton would not load them ahead
+        b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
+        next_rows = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
+        b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
-        row = (tl.cast(b, tl.int64) * heads + h) * len_q
         n_keys = len_k
         if LENS:
             n_keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), 0, 0, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                      BLOCK_D, EVEN_M, False)
-        k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM,
-                      BLOCK_D, EVEN_N, False)
-        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), 0, 0, m0, stride_gm, len_q, BLOCK_M,
-                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
-        v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
-                      HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
-        delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
+        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), b, h, m0, stride_qm, len_q,
+                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), b, hk, n0, stride_kn, n_keys,
+                      BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q,
+                       BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), b, hk, n0, stride_vn, n_keys,
+                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
         raw = dot(q, k, None, PRECISION, True)
-        p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
+        p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, True, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         if q.dtype == tl.float32:
             acc, lost = add(acc, lost, p * (dot(do, v, None, PRECISION, True) - delta[:, None]))
         else:
             acc += p * (dot(do, v, None, PRECISION, True) - delta[:, None])
-    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+        lse, delta = next_rows
+    piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
@@ -415,7 +400,7 @@ def _q_pass(
 def _kv_launch(x: Inputs, o: Options, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, colsum: bool) -> Launch:
     call = Call(x, o)
     config = pick("bwd_kv", KV_CONFIGS, call)
-    tma = call.use_tma(config, x.q, dout) and call.len_q % 4 == 0
+    tma = call.use_tma(config, x.q, dout, keys=False) and call.len_q % 4 == 0
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(dk),
         *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
@@ -438,24 +423,34 @@ def _kv_pass(
 def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bias", BIAS_CONFIGS, call)
+    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
+    parts = call.parts(tiles, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
-        call.batch, *bias.shape[:2], *call.counts(), call.scale, o.softcap,
+        call.batch, *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
-    meta = call.constexprs(config)
+    tma = call.use_tma(config, x.q, x.k, x.v, dout)
+    meta = call.constexprs(config, SHARED_HEADS=bias.shape[1] < call.heads, TMA=tma)
     del meta["VARLEN"]
-    return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
+    m, n = config.block_m, config.block_n
+    blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}
+    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, blocks, parts)
 
 
 def _bias_pass(
     x: Inputs, o: Options, bias: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor:
     """dbias of a full bias that several (batch, head) share."""
-    dbias = empty(tuple(bias.shape), bias)
     launch = remembered(x, "bwd_bias", lambda: _bias_launch(x, o, dout, bias))
-    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)
-    return dbias
+    if not x.q.numel():
+        return torch.zeros_like(bias)
+    if launch.parts == 1:
+        dbias = empty(tuple(bias.shape), bias)
+        launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)
+        return dbias
+    sums = empty((launch.parts, *bias.shape), bias, torch.float32)
+    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, sums)
+    return sum_parts(sums, bias)
 
 
 def backward(

@@ -29,6 +29,7 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
+    sum_parts,
 )
 from adatom.ops.attention.triton_jvp import Directions, tangent_pass
 from adatom.tiles.launch import Launch
@@ -38,6 +39,7 @@ from adatom.tiles.triton import (
     NONE,
     QUERY,
     add,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -49,6 +51,8 @@ from adatom.tiles.triton import (
     probabilities,
     queries_of,
     row_at,
+    row_of_scores,
+    sharer,
     store_scores,
     store_tile,
     tangent_of,
@@ -59,12 +63,12 @@ Q_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(128, 64, 8, 3, tma=True),
         ("half", 128): Config(64, 32, 4, 2, tma=True),
-        ("half", 256): Config(32, 32, 8, 1, tma=True),
-        ("tf32", 64): Config(128, 64, 8, 1, spill=4096),
-        ("tf32", 128): Config(32, 16, 8, 1, spill=2048),
-        ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
-        ("tf32x3", 64): Config(128, 64, 8, 1, spill=4096),
-        ("tf32x3", 128): Config(64, 16, 4, 1, spill=2048),
+        ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
+        ("tf32", 64): Config(128, 64, 8, 2, tma=True, spill=4096),
+        ("tf32", 128): Config(128, 32, 8, 2, tma=True, spill=8192),
+        ("tf32", 256): Config(64, 32, 8, 1, spill=32768),
+        ("tf32x3", 64): Config(128, 64, 8, 2, tma=True, spill=4096),
+        ("tf32x3", 128): Config(64, 32, 4, 1, spill=8192),
         ("tf32x3", 256): Config(16, 16, 8, 1, spill=32768),
         ("ieee", 64): Config(32, 16, 8, 1),
         ("ieee", 128): Config(16, 16, 8, 1, spill=2048),
@@ -72,6 +76,10 @@ Q_CONFIGS: Configs = {
     },
 }
 Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
+    ("tf32", 128): Config(32, 16, 8, 1, spill=2048),
+    ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
+    ("tf32x3", 128): Config(16, 16, 4, 1, spill=8192),
+    ("tf32x3", 256): Config(16, 16, 8, 1, spill=32768),
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 32, 4, 2),
@@ -79,20 +87,21 @@ Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
     ("half", 256): Config(16, 16, 4, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
-Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
+Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES | {("half bias", 64): Config(64, 64, 8, 1, tma=True, spill=1024)}
 
 KV_CONFIGS: Configs = {
     90: {
         ("half bias", 64): Config(64, 64, 8, 2, tma=True),
         ("half packed", 64): Config(32, 64, 4, 1),
         ("half", 64): Config(64, 64, 4, 2, tma=True),
-        ("half", 128): Config(32, 64, 8, 1, tma=True),
-        ("half", 256): Config(16, 64, 8, 1, tma=True),
-        ("tf32", 64): Config(32, 128, 8, 1, spill=4096),
-        ("tf32", 128): Config(16, 32, 8, 1, spill=2048),
+        ("half", 128): Config(32, 64, 8, 1, tma=True, spill=1024),
+        ("half", 256): Config(16, 32, 4, 1, tma=True),
+        ("tf32", 64): Config(64, 128, 8, 2, tma=True, spill=4096),
+        ("tf32", 128): Config(32, 128, 8, 1, spill=8192),
         ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
-        ("tf32x3", 64): Config(32, 128, 8, 1, spill=4096),
-        ("tf32x3", 128): Config(16, 16, 4, 1, spill=2048),
+        ("tf32x3 bias", 64): Config(64, 128, 8, 1, spill=4096),
+        ("tf32x3", 64): Config(64, 128, 8, 2, tma=True, spill=4096),
+        ("tf32x3", 128): Config(32, 64, 4, 2, tma=True, spill=8192),
         ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
         ("ieee", 64): Config(16, 32, 8, 1),
         ("ieee", 128): Config(16, 16, 8, 1, spill=2048),
@@ -100,6 +109,10 @@ KV_CONFIGS: Configs = {
     },
 }
 KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
+    ("tf32", 128): Config(16, 32, 8, 1, spill=2048),
+    ("tf32", 256): Config(16, 16, 8, 1, spill=32768),
+    ("tf32x3", 128): Config(16, 16, 4, 1, spill=2048),
+    ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
     ("tf32", 64): Config(32, 32, 4, 1),
     ("tf32x3", 64): Config(16, 32, 4, 1),
     ("half", 64): Config(32, 64, 8, 1),
@@ -107,7 +120,10 @@ KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
     ("half", 256): Config(16, 32, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
-KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {("half", 64): Config(64, 64, 8, 2, tma=True)}
+KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
+    ("half bias", 64): Config(64, 64, 8, 2, tma=True, spill=1024),
+    ("half", 64): Config(64, 64, 8, 2, tma=True),
+}
 
 BIAS_CONFIGS: Configs = {
     90: {
@@ -125,9 +141,15 @@ BIAS_CONFIGS: Configs = {
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
-BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {("half", 64): Config(32, 64, 8, 1)}
+BIAS_CONFIGS[80] = plain(BIAS_CONFIGS[90]) | {
+    ("half", 64): Config(32, 64, 8, 1),
+    ("half", 128): Config(64, 32, 8, 1, spill=2048),
+}
 BIAS_CONFIGS[100] = BIAS_CONFIGS[90] | LOW_TILES
-BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 64): Config(32, 32, 4, 1), ("half", 128): Config(32, 32, 8, 1)}
+BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {
+    ("half", 64): Config(32, 32, 4, 1),
+    ("half", 128): Config(32, 32, 8, 1, spill=2048),
+}
 
 @triton.jit
 def _cotangents(p, t, G, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP: tl.constexpr):
@@ -142,39 +164,6 @@ def _cotangents(p, t, G, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP: tl.c
         return E, E, ds, p * W
 
 
-@triton.jit
-def _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk, m0, n0, len_q, len_k,
-            stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, keys, offset,
-            left, right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-            BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr,
-            SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr,
-            EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr):
-    i = tl.arange(0, BLOCK_M)[:, None]
-    j = tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    raw = dot(q, k, None, PRECISION, True)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
-    p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
-                         SOFTCAP, LEFT, RIGHT, MASK)
-    raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
-    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN)
-    G, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-    dp = dot(do, v, None, PRECISION, True)
-    H = dot(do, ddv, None, PRECISION, True)
-    E, to_k, to_ddk, _ = _cotangents(p, t, G, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None], softcap,
-                                     SOFTCAP)
-    if DBIAS == QUERY:
-        rowsum += tl.sum(E, 1)
-    if DBIAS == FULL:
-        store_scores(DBias, E, i, j, m0, n0, len_q, keys, EVEN_M, EVEN)
-    dq = dot(to_k.to(k.dtype), k, dq, PRECISION)
-    return dot(to_ddk.to(k.dtype), ddk, dq, PRECISION), rowsum
-
-
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, Delta, DQ, DBias,
               stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -184,11 +173,13 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
               heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-              RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-              PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+              RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
+              EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+              EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ2 of a block of queries; also its tiles of an unshared dbias2, or its row sums of E."""
+    after_previous(EARLY)
     row_length = len_q
-    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+    keys = row_of_scores(len_k, ALIGNED)
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
                                                          len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
     if VARLEN:
@@ -213,73 +204,45 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
         DBias += row * keys
     m0 = block * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
     g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
     u = load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     rowsum = tl.zeros((BLOCK_M,), tl.float32)
-    if LEFT:
-        for n0 in range(begin, whole_begin, BLOCK_N):
-            dq, rowsum = _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk,
-                                 m0, n0, len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
-                                 stride_bn, stride_cm, stride_cn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                                 HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M,
-                                 EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-    for n0 in range(whole_begin, whole_end, BLOCK_N):
-        dq, rowsum = _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk, m0,
-                             n0, len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn,
-                             stride_cm, stride_cn, keys, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
-                             BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True,
-                             PRECISION, TMA, BLOCK_M, BLOCK_N)
-    if RIGHT or not EVEN_N:
-        for n0 in range(whole_end, end, BLOCK_N):
-            dq, rowsum = _q_step(q, ddq, do, lse, delta, g, u, dq, rowsum, K, V, DDK, DDV, Bias, DDBias, DBias, b, hk,
-                                 m0, n0, len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
-                                 stride_bn, stride_cm, stride_cn, keys, offset, left, right, scale, softcap, HEAD_DIM,
-                                 HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, DBIAS, SOFTCAP, LEFT, RIGHT, True, EVEN_M,
-                                 EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
+    for n0 in range(begin, end, BLOCK_N):
+        cut = (n0 < whole_begin) | (n0 >= whole_end)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        raw = dot(q, k, None, PRECISION, True)
+        bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
+                             BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+        raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
+        ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
+        tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
+        dp = dot(do, v, None, PRECISION, True)
+        H = dot(do, ddv, None, PRECISION, True)
+        E, to_k, to_ddk, _ = _cotangents(p, t, tangent, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None],
+                                         softcap, SOFTCAP)
+        if DBIAS == QUERY:
+            rowsum += tl.sum(E, 1)
+        if DBIAS == FULL:
+            store_scores(DBias, E, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
+        dq = dot(to_k.to(k.dtype), k, dq, PRECISION)
+        dq = dot(to_ddk.to(k.dtype), ddk, dq, PRECISION)
     store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
     if DBIAS == QUERY:
         tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
-
-
-@triton.jit
-def _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q, DOut, DDQ, Lse, Delta, G, U, Bias, DDBias, b, h, m0, n0, len_q, len_k,
-             stride_qm, stride_gm, stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale,
-             softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-             BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-             PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.arange(0, BLOCK_M)[None, :]
-    j = tl.arange(0, BLOCK_N)[:, None]
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
-    delta = load_row(Delta, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
-    g = load_row(G, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
-    u = load_row(U, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
-    raw = dot(k, q, None, PRECISION, True)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
-    p, t = probabilities(raw, lse, bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS, SOFTCAP,
-                         LEFT, RIGHT, MASK)
-    raw_tangent = dot(ddk, q, dot(k, ddq, None, PRECISION, True), PRECISION, True)
-    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN_N)
-    tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-    dp = dot(v, do, None, PRECISION, True)
-    H = dot(ddv, do, None, PRECISION, True)
-    E, to_q, to_ddq, W = _cotangents(p, t, tangent, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP)
-    if COLSUM:
-        colsum += tl.sum(E, 1)
-    dv = dot(W.to(do.dtype), do, dv, PRECISION)
-    dk = dot(to_ddq.to(q.dtype), ddq, dk, PRECISION)
-    return dot(to_q.to(q.dtype), q, dk, PRECISION), dv, colsum
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -291,21 +254,24 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr,
-               LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, EVEN_M: tl.constexpr,
-               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr):
+               LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
+               EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+               EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK2 and dV2 of a block of keys, summed over the query heads that share them; also the column sums of E.
 
     Tiles are transposed, keys x queries.
     """
+    after_previous(EARLY)
     row_length = len_q
-    keys = len_k
+    keys = row_of_scores(len_k, ALIGNED)
     b, hk, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuK, CuQ, CuK, Lens, kv_heads, n_heads,
                                                           group, len_k, len_q, len_k, LENS, VARLEN, False, BLOCK_N)
     if VARLEN:
         if block * BLOCK_N >= len_k:
             return
     n0 = block * BLOCK_N
+    i = tl.arange(0, BLOCK_M)[None, :]
+    j = tl.arange(0, BLOCK_N)[:, None]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = queries_of(n0, offset, len_q, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LENS:
@@ -314,13 +280,13 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
             whole_begin = begin
             end = begin
     rows_k = keys if not VARLEN else len_k
-    k = load_tile(K + at(b, hk, start_k, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, rows_k, BLOCK_N,
+    k = load_tile(K + at(b, hk, start_k, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N,
                   HEAD_DIM, BLOCK_D, EVEN_N, False)
-    v = load_tile(V + at(b, hk, start_k, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, rows_k, BLOCK_N,
+    v = load_tile(V + at(b, hk, start_k, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
                   HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-    ddk = load_tile(DDK + at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn), 0, 0, n0, stride_ckn, rows_k, BLOCK_N,
+    ddk = load_tile(DDK + at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn), 0, 0, n0, stride_ckn, len_k, BLOCK_N,
                     HEAD_DIM, BLOCK_D, EVEN_N, False)
-    ddv = load_tile(DDV + at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, rows_k, BLOCK_N,
+    ddv = load_tile(DDV + at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
                     HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
@@ -341,26 +307,30 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
             Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
         if DDBIAS:
             DDBias_h = DDBias + at(b, h, 0, stride_cb, stride_ch, 0)
-        if RIGHT:
-            for m0 in range(begin, whole_begin, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h, G_h, U_h,
-                                          Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
-                                          stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
-                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, COLSUM,
-                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-        for m0 in range(whole_begin, whole_end, BLOCK_M):
-            dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h, G_h, U_h,
-                                      Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm, stride_cqm,
-                                      stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right, scale, softcap,
-                                      HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, COLSUM, SOFTCAP, False,
-                                      False, not EVEN_N, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-        if LEFT:
-            for m0 in range(whole_end, end, BLOCK_M):
-                dk, dv, colsum = _kv_step(k, v, ddk, ddv, dk, dv, colsum, Q_h, DOut_h, DDQ_h, Lse_h, Delta_h, G_h, U_h,
-                                          Bias_h, DDBias_h, b, h, m0, n0, len_q, len_k, stride_qm, stride_gm,
-                                          stride_cqm, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
-                                          scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, COLSUM,
-                                          SOFTCAP, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
+        for m0 in range(begin, end, BLOCK_M):
+            cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
+            q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+            ddq = load_tile(DDQ_h, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+            do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)[None, :]
+            delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+            g = load_row(G_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+            u = load_row(U_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
+            raw = dot(k, q, None, PRECISION, True)
+            bias = load_bias(Bias_h, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+            p, t = probabilities(raw, lse, bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap, BIAS,
+                                 SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+            raw_tangent = dot(ddk, q, dot(k, ddq, None, PRECISION, True), PRECISION, True)
+            ddbias = load_bias(DDBias_h, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
+            tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
+            dp = dot(v, do, None, PRECISION, True)
+            H = dot(ddv, do, None, PRECISION, True)
+            E, to_q, to_ddq, W = _cotangents(p, t, tangent, raw_tangent, dp, H, delta, g, u, softcap, SOFTCAP)
+            if COLSUM:
+                colsum += tl.sum(E, 1)
+            dv = dot(W.to(do.dtype), do, dv, PRECISION)
+            dk = dot(to_ddq.to(q.dtype), ddq, dk, PRECISION)
+            dk = dot(to_q.to(q.dtype), q, dk, PRECISION)
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
@@ -370,72 +340,93 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                HEAD_DIM_V, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads"])
+@triton.jit
+def _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
+    row = (tl.cast(b, tl.int64) * heads + h) * len_q
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
+    delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
+    g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
+    return lse, delta, g, load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
 def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                  stride_gb, stride_gh, stride_gm, stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh,
                  stride_ckn, stride_cvb, stride_cvh, stride_cvn,
                  stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-                 batch, bias_batch, bias_heads, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale,
-                 softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                 LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, EVEN_M: tl.constexpr,
-                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice."""
+                 batch, bias_batch, bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
+                 scale, softcap,
+                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                 BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+                 RIGHT: tl.constexpr, LENS: tl.constexpr, SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr,
+                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                 EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
+
+    With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
+    """
+    after_previous(EARLY)
+    keys = row_of_scores(len_k, ALIGNED)
     n_m = tl.cdiv(len_q, BLOCK_M)
     n_n = tl.cdiv(len_k, BLOCK_N)
     pid = tl.program_id(0)
     m0 = pid // n_n % n_m * BLOCK_M
     n0 = pid % n_n * BLOCK_N
-    piece = pid // (n_m * n_n)
+    part = pid // (n_m * n_n) // (bias_batch * bias_heads)
+    piece = pid // (n_m * n_n) % (bias_batch * bias_heads)
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN_N)
+    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
     DDBias += at(piece // bias_heads, piece % bias_heads, 0, stride_cb, stride_ch, 0)
-    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN_N)
-    shared_heads = heads // bias_heads
-    for r in range(batch // bias_batch * shared_heads):
-        b = r // shared_heads + piece // bias_heads
-        h = r % shared_heads + piece % bias_heads
+    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
+    shared = batch // bias_batch * (heads // bias_heads)
+    share = tl.cdiv(shared, parts)
+    first = part * share
+    last = tl.minimum(first + share, shared) - 1
+    b, h = sharer(tl.minimum(first, last), piece, heads, bias_heads, SHARED_HEADS)
+    lse, delta, g, u = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
+    for r in range(first, last + 1):
+        # no product depends on the rows, so Triton would not load them ahead
+        b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
+        next_rows = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
+        b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
-        row = (tl.cast(b, tl.int64) * heads + h) * len_q
         n_keys = len_k
         if LENS:
             n_keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), 0, 0, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                      BLOCK_D, EVEN_M, False)
-        k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM,
-                      BLOCK_D, EVEN_N, False)
-        ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, stride_cqm), 0, 0, m0, stride_cqm, len_q, BLOCK_M,
-                        HEAD_DIM, BLOCK_D, EVEN_M, False)
-        ddk = load_tile(DDK + at(b, hk, 0, stride_ckb, stride_ckh, stride_ckn), 0, 0, n0, stride_ckn, len_k, BLOCK_N,
-                        HEAD_DIM, BLOCK_D, EVEN_N, False)
-        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), 0, 0, m0, stride_gm, len_q, BLOCK_M,
-                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
-        v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
-                      HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-        ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
-                        HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), b, h, m0, stride_qm, len_q,
+                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), b, hk, n0, stride_kn, n_keys,
+                      BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        ddq = load_tile(DDQ if TMA else DDQ + at(b, h, 0, stride_cqb, stride_cqh, stride_cqm), b, h, m0, stride_cqm,
+                        len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+        ddk = load_tile(DDK if TMA else DDK + at(b, hk, 0, stride_ckb, stride_ckh, stride_ckn), b, hk, n0, stride_ckn,
+                        n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q,
+                       BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), b, hk, n0, stride_vn, n_keys,
+                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        ddv = load_tile(DDV if TMA else DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), b, hk, n0, stride_cvn,
+                        n_keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
         raw = dot(q, k, None, PRECISION, True)
-        lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
-        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, n_keys, n_keys - len_q, left, right, scale,
+        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, True, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
         tangent, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
         dp = dot(do, v, None, PRECISION, True)
         H = dot(do, ddv, None, PRECISION, True)
-        E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H,
-                                 load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
-                                 load_row(G + row, b, h, m0, len_q, BLOCK_M, False)[:, None],
-                                 load_row(U + row, b, h, m0, len_q, BLOCK_M, False)[:, None], softcap, SOFTCAP)
+        E, _, _, _ = _cotangents(p, t, tangent, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None], softcap,
+                                 SOFTCAP)
         if q.dtype == tl.float32:
             acc, lost = add(acc, lost, E)
         else:
             acc += E
-    keys = len_k // BLOCK_N * BLOCK_N if EVEN_N else len_k  # the same number, known to be aligned
+        lse, delta, g, u = next_rows
+    piece += part * bias_batch * bias_heads
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
@@ -473,15 +464,13 @@ def _kv_launch(
 ) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bwd_kv", KV_CONFIGS, call)
-    tma = call.use_tma(config, x.q, dout, d.q) and call.len_q % 4 == 0
+    tma = call.use_tma(config, x.q, dout, d.q, keys=False) and call.len_q % 4 == 0
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
         *call.strides(d.k), *call.strides(d.v), *call.strides(dk), *call.strides(dv), *call.bias_strides,
         *d.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
     meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, COLSUM=colsum, TMA=tma)
-    if meta["PRECISION"] == "bf16x6" and call.device.arch:  # k, v, ddk and ddv in parts would fill the shared memory
-        meta["PRECISION"] = "bf16x6 apart"
     blocks = dict.fromkeys(("Q", "DDQ", "DOut", "Lse", "G", "U", "Delta"), config.block_m) if tma else {}
     return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
 
@@ -503,15 +492,21 @@ def _kv_pass(
 def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bwd_bias", BIAS_CONFIGS, call)
+    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
+    parts = call.parts(tiles, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
         *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, call.batch, *bias.shape[:2],
-        *call.counts(), call.scale, o.softcap,
+        parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n)
-    meta = call.constexprs(config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0)
+    tma = call.use_tma(config, x.q, x.k, x.v, dout, d.q, d.k, d.v)
+    meta = call.constexprs(
+        config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, SHARED_HEADS=bias.shape[1] < call.heads, TMA=tma
+    )  # fmt: skip
     del meta["VARLEN"]
-    return Launch(_bias_kernel, tiles * bias.shape[0] * bias.shape[1], scalars, meta, config.spill)
+    m, n = config.block_m, config.block_n
+    blocks = {"Q": m, "DDQ": m, "DOut": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
+    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, blocks, parts)
 
 
 def _bias_pass(
@@ -519,10 +514,16 @@ def _bias_pass(
     rows: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:  # fmt: skip
     """dbias2 of a full bias that several (batch, head) share."""
-    dbias = empty(tuple(bias.shape), bias)
     launch = remembered(x, "bwd_bwd_bias", lambda: _bias_launch(x, o, d, dout, bias))
-    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)
-    return dbias
+    if not x.q.numel():
+        return torch.zeros_like(bias)
+    if launch.parts == 1:
+        dbias = empty(tuple(bias.shape), bias)
+        launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)
+        return dbias
+    sums = empty((launch.parts, *bias.shape), bias, torch.float32)
+    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, sums)
+    return sum_parts(sums, bias)
 
 
 def backward_backward(

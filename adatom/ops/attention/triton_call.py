@@ -22,7 +22,8 @@ _L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H10
 
 class Config(NamedTuple):
     """How a kernel is tiled: block_m queries x block_n keys, warps, pipeline stages; tma: operands by tensor
-    descriptor; spill: bytes of registers it may spill (options cost registers)."""
+    descriptor; spill: bytes of registers it may spill (options cost registers); registers: at most so many a thread,
+    if not 0, where more programs on a multiprocessor are worth it."""
 
     block_m: int
     block_n: int
@@ -30,6 +31,7 @@ class Config(NamedTuple):
     num_stages: int
     tma: bool = False
     spill: int = 512
+    registers: int = 0
 
 
 NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]  # numbers that vary freely
@@ -92,8 +94,8 @@ def _pow2(n: int) -> int:
 
 
 def plain(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
-    """The lines of a table without those for calls with an option."""
-    return {key: config for key, config in table.items() if " " not in key[0]}
+    """The lines of a table without those for calls with an option, and without tensor descriptors."""
+    return {key: config._replace(tma=False) for key, config in table.items() if " " not in key[0]}
 
 
 def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:
@@ -144,12 +146,8 @@ class Call:
         }
 
     def precision(self) -> str:
-        """How products are computed: of bfloat16 parts where those are as fast and more accurate (docs/tuning.md)."""
-        if self.kind == "half":
-            return "ieee"
-        if self.kind == "tf32x3":
-            return "bf16x6"
-        return "bf16x3" if self.kind == "tf32" and self.device.arch >= 90 else self.kind
+        """How products are computed: those of float32 by parts in float16 (docs/tuning.md)."""
+        return {"tf32x3": "fp16x3", "tf32": "fp16"}.get(self.kind, "ieee")
 
     def programs(self, length: int, block: int, kv: bool = False) -> int:
         """How many programs cover `length` rows of every (kv) head in blocks; 0 for an empty problem."""
@@ -157,6 +155,12 @@ class Call:
         if self.varlen:
             return (length // block + self.batch) * heads if length else 0
         return -(-length // block) * self.batch * heads
+
+    def parts(self, tiles: int, bias: torch.Tensor) -> int:
+        """How many programs share the sum over the (batch, head) of a bias tile: several where tiles are few."""
+        shared = self.batch * self.heads // max(bias.shape[0] * bias.shape[1], 1)
+        parts = max(1, min(shared // 4, 3 * self.device.sms // max(tiles, 1)))
+        return -(-shared // -(-shared // parts)) if shared else 1  # each has something to add
 
     def counts(self, kv: bool = False) -> tuple[int, ...]:
         """heads, kv_heads, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right."""
@@ -168,18 +172,28 @@ class Call:
         return (self.heads, self.kv_heads, n_heads, group, self.len_q, self.len_k, self.left, self.right)
 
     def constexprs(self, config: Config, **more: Any) -> dict[str, Any]:
-        """The constexprs that every kernel but the forward takes, and its launch options."""
+        """The constexprs that every kernel takes, and its launch options.
+
+        float32 operands that a tile would read by descriptor, but come by pointer, are not pipelined: their parts fill
+        the shared memory.
+        """
         meta = {key: value for key, value in self.meta.items() if key != "SINKS"}
+        early = self.device.arch >= 90
+        by_pointer = config.tma and not more["TMA"] and self.kind != "half"
         return (
             meta
             | more
             | {
+                "ALIGNED": self.len_k % 16 == 0,
                 "EVEN_M": self.even(self.len_q, config.block_m),
                 "EVEN_N": self.even(self.len_k, config.block_n),
+                "EARLY": early,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
                 "num_warps": config.num_warps,
-                "num_stages": config.num_stages,
+                "num_stages": 1 if by_pointer else config.num_stages,
+                "maxnreg": config.registers or None,
+                "launch_pdl": early,
             }
         )
 
@@ -193,11 +207,15 @@ class Call:
             return 0, x.stride(1), x.stride(0)
         return x.stride(0), x.stride(1), x.stride(2)
 
-    def use_tma(self, config: Config, *tensors: torch.Tensor) -> bool:
-        """Whether to read these by descriptor: large enough to repay making one, and laid out for it."""
+    def use_tma(self, config: Config, *tensors: torch.Tensor, keys: bool = True) -> bool:
+        """Whether to read these by descriptor: large enough to repay making one, and laid out for it.
+
+        keys: some are keys or values, of which those beyond kv_lens must not be read (they may be NaN).
+        """
         return (
             config.tma
             and not self.varlen
+            and not (keys and self.x.kv_lens is not None)
             and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= 2**28
             and all(
                 x.data_ptr() % 16 == 0
@@ -244,6 +262,13 @@ def sink_grad(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tens
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
     return sums.sum_to_size(bias.shape).to(bias.dtype)
+
+
+def sum_parts(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The parts of a bias gradient, float32 (parts, *bias.shape), added, in bias's dtype."""
+    if len(sums) == 2:  # in one launch
+        return torch.add(sums[0], sums[1], out=empty(tuple(bias.shape), bias))
+    return sums.sum(0).to(bias.dtype)
 
 
 def broadcast_strides(bias: torch.Tensor | None) -> tuple[int, int, int, int]:

@@ -1,7 +1,6 @@
 """Attention forward in Triton, sm_80 and up: one program owns a block of queries and walks over the keys it can see.
 
-Online softmax in base 2 (Dao, arXiv:2307.08691). Key blocks inside the mask are handled without it: the loop runs up
-to three times, over the blocks that the left edge cuts, the whole ones, and those that the right edge or the end cuts.
+Online softmax in base 2 (Dao, arXiv:2307.08691). Only blocks of keys that an edge of the mask cuts are masked.
 """
 
 import torch
@@ -16,6 +15,7 @@ from adatom.tiles.triton import (
     LOG2E,
     NONE,
     add_bias,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -23,6 +23,7 @@ from adatom.tiles.triton import (
     load_tile,
     locate,
     row_at,
+    row_of_scores,
     store_tile,
     tanh,
     visible,
@@ -31,17 +32,17 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 3),
-        ("half", 64): Config(128, 64, 8, 3, tma=True),
+        ("half bias", 32): Config(64, 64, 4, 3, registers=96),
+        ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half bias", 128): Config(128, 64, 8, 3),
-        ("half", 128): Config(64, 64, 4, 3, tma=True),
+        ("half", 128): Config(128, 64, 4, 2, tma=True),
         ("half", 256): Config(128, 64, 8, 2, tma=True),
-        ("tf32", 64): Config(128, 32, 8, 1),
-        ("tf32", 128): Config(128, 32, 8, 2, spill=2048),
-        ("tf32", 256): Config(64, 32, 8, 1, spill=32768),
-        ("tf32x3", 64): Config(128, 32, 8, 1),
-        ("tf32x3", 128): Config(64, 32, 4, 1, spill=2048),
-        ("tf32x3", 256): Config(16, 32, 4, 1, spill=32768),
+        ("tf32", 64): Config(128, 64, 8, 2, tma=True),
+        ("tf32", 128): Config(64, 64, 4, 2, tma=True, spill=8192),
+        ("tf32", 256): Config(128, 32, 8, 1, spill=32768),
+        ("tf32x3", 64): Config(128, 64, 4, 1, spill=2048),
+        ("tf32x3", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
+        ("tf32x3", 256): Config(128, 32, 8, 1, spill=32768),
         ("ieee", 64): Config(64, 32, 8, 1),
         ("ieee", 128): Config(32, 32, 8, 1, spill=2048),
         ("ieee", 256): Config(16, 32, 8, 1, spill=32768),
@@ -61,7 +62,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("ieee", 256): Config(16, 32, 8, 1, spill=32768),
     },
 }
-CONFIGS[100] = CONFIGS[90] | LOW_TILES
+CONFIGS[100] = CONFIGS[90] | LOW_TILES | {("half bias", 128): Config(128, 64, 8, 3, spill=1024)}
 CONFIGS[86] = CONFIGS[80] | {
     ("half", 64): Config(128, 64, 4, 2),
     ("half", 128): Config(64, 64, 4, 2),
@@ -71,56 +72,19 @@ CONFIGS[86] = CONFIGS[80] | {
 }
 
 
-@triton.jit
-def _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm, stride_bn, m0,
-          offset, scale, softcap, left, right, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-          BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr,
-          LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN: tl.constexpr,
-          PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One block of keys: scores, the new running maximum, P, and P V added to the rescaled accumulator."""
-    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    s = dot(q, k, None, PRECISION, True)
-    cols = n0 + tl.arange(0, BLOCK_N)
-    if SCALE_MAX:  # nothing comes between q k^T and the softmax: scale the maximum and fold the rest into one FMA
-        if MASK:
-            seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
-            s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASK else m_new
-        p = tl.exp2(s * (scale * LOG2E) - m_safe[:, None])
-    else:
-        if SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * (scale / softcap))
-        else:
-            s = s * (scale * LOG2E)
-        if BIAS != NONE:
-            bias = load_bias(Bias, tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :], m0, n0, stride_bm,
-                             stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
-            s = add_bias(s, bias)
-        if MASK:
-            seen = visible(rows[:, None], cols[None, :], offset, len_k, left, right, LEFT, RIGHT)
-            s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
-    l = l * alpha + tl.sum(p, 1)
-    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
-    return acc, m_new, l
-
-
 @triton.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"])
 def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                 stride_ob, stride_oh, stride_om, stride_bb, stride_bh, stride_bm, stride_bn,
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_MAX: tl.constexpr, LEFT: tl.constexpr,
-                RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr,
+                BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    after_previous(EARLY)
     row_length = len_q
+    keys = row_of_scores(len_k, ALIGNED)
     b, h, tile, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
                                                         len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
     if VARLEN:
@@ -137,39 +101,59 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
         Bias += at(b, h, 0, stride_bb, stride_bh, 0)
     m0 = tile * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if SINKS:  # a key with score sink and value 0
-        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
+        sink = tl.load(Sinks + h).to(tl.float32) * (LOG2E if FOLD else 1.0)
         m = tl.zeros((BLOCK_M,), tl.float32) + sink
         l = tl.zeros((BLOCK_M,), tl.float32) + tl.where(sink == float("-inf"), 0.0, 1.0)
     else:
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
 
-    if LEFT:
-        for n0 in range(begin, whole_begin, BLOCK_N):
-            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                              stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                              BLOCK_M, BLOCK_N)
-    for n0 in range(whole_begin, whole_end, BLOCK_N):
-        acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                          stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                          BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, False, EVEN_M, True, PRECISION, TMA, BLOCK_M, BLOCK_N)
-    if RIGHT or not EVEN_N:
-        for n0 in range(whole_end, end, BLOCK_N):
-            acc, m, l = _step(q, K, V, acc, m, l, Bias, b, hk, n0, rows, len_q, len_k, stride_kn, stride_vn, stride_bm,
-                              stride_bn, m0, offset, scale, softcap, left, right, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                              BLOCK_DV, BIAS, SOFTCAP, SCALE_MAX, LEFT, RIGHT, True, EVEN_M, EVEN_N, PRECISION, TMA,
-                              BLOCK_M, BLOCK_N)
+    unit = scale * LOG2E
+    for n0 in range(begin, end, BLOCK_N):
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        s = dot(q, k, None, PRECISION, True)
+        if not FOLD:
+            if SOFTCAP:
+                s = softcap * tanh(s * (scale / softcap))
+            else:
+                s *= scale
+            if BIAS != NONE:
+                bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+                s = add_bias(s, bias)
+        if LEFT or RIGHT or not EVEN_N:
+            if (n0 < whole_begin) | (n0 >= whole_end):
+                seen = visible(m0 + i, n0 + j, offset, len_k, left, right, LEFT, RIGHT)
+                s = tl.where(seen, s, float("-inf"))
+        if FOLD:  # nothing comes between q k^T and the softmax: the maximum is scaled, the rest is one FMA
+            m_new = tl.maximum(m, tl.max(s, 1) * unit)
+        else:  # a bias may be as large as -1e9: what is subtracted must be one of the scores, unrounded
+            m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = m_new
+        if BIAS != NONE or LEFT or RIGHT or not EVEN_N:  # rows that have seen nothing yet
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if FOLD:
+            p = tl.exp2(s * unit - m_safe[:, None])
+            alpha = tl.exp2(m - m_safe)
+        else:
+            p = tl.exp2((s - m_safe[:, None]) * LOG2E)
+            alpha = tl.exp2((m - m_safe) * LOG2E)
+        m = m_new
+        l = l * alpha + tl.sum(p, 1)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UNIT=True)
 
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
     store_tile(Out, acc * (1.0 / l)[:, None], m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    tl.store(Lse + rows, tl.where(seen, (m + tl.log2(l)) * LN2, float("-inf")), mask=rows < len_q)
+    lse = m * (LN2 if FOLD else 1.0) + tl.log2(l) * LN2
+    tl.store(Lse + rows, tl.where(seen, lse, float("-inf")), mask=rows < len_q)
 
 
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
@@ -180,7 +164,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
         *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, SCALE_MAX=o.scale > 0 and not call.generic, SINKS=x.sinks is not None, TMA=tma)
+    meta = call.constexprs(config, FOLD=o.scale > 0 and not call.generic, SINKS=x.sinks is not None, TMA=tma)
     blocks = {"Q": config.block_m, "K": config.block_n, "V": config.block_n} if tma else {}
     return Launch(_fwd_kernel, call.programs(call.len_q, config.block_m), scalars, meta, config.spill, blocks)
 

@@ -25,6 +25,7 @@ from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LOG2E,
     NONE,
+    after_previous,
     at,
     dot,
     keys_of,
@@ -35,6 +36,7 @@ from adatom.tiles.triton import (
     locate,
     probabilities,
     row_at,
+    row_of_scores,
     store_tile,
     tangent_of,
 )
@@ -43,21 +45,24 @@ from adatom.tiles.triton import (
 TANGENT_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(64, 64, 4, 3, tma=True),
-        ("half", 128): Config(64, 64, 4, 2, tma=True),
-        ("half", 256): Config(64, 32, 8, 1, tma=True),
+        ("half", 128): Config(64, 64, 4, 2, tma=True, spill=2048),
+        ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
         ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
-        ("tf32", 128): Config(64, 32, 8, 1, spill=2048),
-        ("tf32", 256): Config(16, 16, 4, 1, spill=32768),
-        ("tf32x3 bias", 64): Config(128, 64, 8, 1, spill=4096),
+        ("tf32", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
+        ("tf32", 256): Config(64, 32, 8, 2, tma=True, spill=32768),
         ("tf32x3", 64): Config(128, 64, 8, 2, tma=True, spill=4096),
-        ("tf32x3", 128): Config(64, 16, 4, 1, spill=2048),
-        ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
+        ("tf32x3", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
+        ("tf32x3", 256): Config(64, 32, 4, 1, spill=32768),
         ("ieee", 64): Config(32, 16, 8, 1),
         ("ieee", 128): Config(16, 16, 8, 1, spill=2048),
         ("ieee", 256): Config(16, 16, 8, 1, spill=32768),
     },
 }
 TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
+    ("tf32", 128): Config(64, 32, 8, 1, spill=2048),
+    ("tf32", 256): Config(16, 16, 4, 1, spill=32768),
+    ("tf32x3", 128): Config(64, 16, 4, 1, spill=2048),
+    ("tf32x3", 256): Config(16, 16, 4, 1, spill=32768),
     ("tf32", 64): Config(64, 32, 4, 1),
     ("tf32x3", 64): Config(32, 32, 4, 1),
     ("half", 64): Config(64, 32, 4, 2),
@@ -66,36 +71,6 @@ TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
 TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES
-
-
-@triton.jit
-def _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q, len_k, stride_kn,
-                  stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn, stride_cm, stride_cn, offset, left, right,
-                  scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                  LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, EVEN_M: tl.constexpr, EVEN: tl.constexpr,
-                  PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.arange(0, BLOCK_M)[:, None]
-    j = tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN, TMA)
-    raw = dot(q, k, None, PRECISION, True)
-    raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
-    bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, len_k, BIAS, EVEN_M, EVEN)
-    p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, len_k, offset, left, right, scale, softcap, BIAS,
-                         SOFTCAP, LEFT, RIGHT, MASK)
-    ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, len_k, DDBIAS, EVEN_M, EVEN)
-    G, _ = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-    pg = p * G
-    g += tl.sum(pg, 1)
-    l += tl.sum(p, 1)
-    v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN, TMA)
-    acc = dot(p.to(v.dtype), ddv, acc, PRECISION)
-    pg = pg.to(v.dtype)
-    if v.dtype != tl.float32:  # what the product below sums, so that it cancels against g O where one key has it all
-        gr += tl.sum(pg.to(tl.float32), 1)
-    return dot(pg, v, acc, PRECISION), g, gr, l
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -110,11 +85,13 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
                     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                     BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                     RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
-                    VARLEN: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
-                    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr):
+                    VARLEN: tl.constexpr, ALIGNED: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr,
+                    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes."""
+    after_previous(EARLY)
     row_length = len_q
+    keys = row_of_scores(len_k, ALIGNED)
     b, h, block, start_q, start_k, len_q, len_k = locate(tl.program_id(0), CuQ, CuQ, CuK, Lens, heads, n_heads, group,
                                                          len_q, len_q, len_k, LENS, VARLEN, True, BLOCK_M)
     if VARLEN:
@@ -137,41 +114,46 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
         DDBias += at(b, h, 0, stride_cb, stride_ch, 0)
     m0 = block * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, False)
+    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
     gr = tl.zeros((BLOCK_M,), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
-        l += tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse)
-    if SINKS and DDSINKS:
-        of_sink = tl.exp2(tl.load(Sinks + h).to(tl.float32) * LOG2E - lse) * tl.load(DDSinks + h).to(tl.float32)
-        g += of_sink
-        gr += of_sink
-    if LEFT:
-        for n0 in range(begin, whole_begin, BLOCK_N):
-            acc, g, gr, l = _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0,
-                                          len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
-                                          stride_bn, stride_cm, stride_cn, offset, left, right, scale, softcap,
-                                          HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT,
-                                          True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
-    for n0 in range(whole_begin, whole_end, BLOCK_N):
-        acc, g, gr, l = _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0, len_q,
-                                      len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm, stride_bn,
-                                      stride_cm, stride_cn, offset, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
-                                      BLOCK_D, BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT, False, EVEN_M, True,
-                                      PRECISION, TMA, BLOCK_M, BLOCK_N)
-    if RIGHT or not EVEN_N:
-        for n0 in range(whole_end, end, BLOCK_N):
-            acc, g, gr, l = _tangent_step(q, ddq, lse, acc, g, gr, l, K, V, DDK, DDV, Bias, DDBias, b, hk, m0, n0,
-                                          len_q, len_k, stride_kn, stride_vn, stride_ckn, stride_cvn, stride_bm,
-                                          stride_bn, stride_cm, stride_cn, offset, left, right, scale, softcap,
-                                          HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BIAS, DDBIAS, SOFTCAP, LEFT, RIGHT,
-                                          True, EVEN_M, EVEN_N, PRECISION, TMA, BLOCK_M, BLOCK_N)
+        sink = tl.load(Sinks + h).to(tl.float32)
+        p_sink = tl.exp2(sink * LOG2E - lse) if BIAS == NONE else tl.exp2((sink - lse) * LOG2E)
+        l += p_sink
+        if DDSINKS:
+            of_sink = p_sink * tl.load(DDSinks + h).to(tl.float32)
+            g += of_sink
+            gr += of_sink
+    for n0 in range(begin, end, BLOCK_N):
+        cut = (n0 < whole_begin) | (n0 >= whole_end)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        raw = dot(q, k, None, PRECISION, True)
+        raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
+        bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
+                             BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+        ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
+        tangent, _ = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
+        pg = p * tangent
+        g += tl.sum(pg, 1)
+        l += tl.sum(p, 1)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        acc = dot(p.to(v.dtype), ddv, acc, PRECISION, UNIT=True)
+        pg = pg.to(v.dtype)
+        if v.dtype != tl.float32:  # what the product below sums: it cancels against g O where one key has it all
+            gr += tl.sum(pg.to(tl.float32), 1)
+        acc = dot(pg, v, acc, PRECISION)
     o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
     l = tl.where(l == 0.0, 1.0, l)
     g = g / l
