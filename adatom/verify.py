@@ -76,7 +76,7 @@ def _errors(name: str, got: Tensor, want: Tensor, biggest: float) -> tuple[float
     """Relative L2 error of the whole, and of the worst row; no row counts as smaller than a third of their mean.
 
     A truth that is zero but for rounding (less than 1e-9 of `biggest`, the largest root mean square of its pass) has no
-    relative error: it is measured against eight times `biggest`, as what is left of terms that cancel.
+    relative error: it is measured, as a whole, against eight times `biggest`, as what is left of terms that cancel.
     """
     got, want = _by_rows(name, got), _by_rows(name, want)
     finite = want.isfinite()
@@ -86,11 +86,15 @@ def _errors(name: str, got: Tensor, want: Tensor, biggest: float) -> tuple[float
     wrong = (got - want).masked_fill_(~finite, 0.0).square().sum(-1)
     squares = want.square().sum(-1)
     mean, tiny = float(squares.mean()), want.shape[-1] * (1e-9 * biggest) ** 2
-    if mean <= tiny:
+    zero = mean <= tiny
+    if zero:
         mean = want.shape[-1] * (8 * biggest) ** 2
     if mean == 0:
         return (math.inf, math.inf) if wrong.any() else (0.0, 0.0)
-    return math.sqrt(float(wrong.mean()) / mean), math.sqrt(float((wrong / (squares + 0.1 * mean)).max()))
+    whole = math.sqrt(float(wrong.mean()) / mean)
+    if zero:
+        return whole, whole
+    return whole, math.sqrt(float((wrong / (squares + 0.1 * mean)).max()))
 
 
 def _rms(x: Tensor) -> float:

@@ -64,31 +64,36 @@ class Launch:
         self.parts = parts
         self.blocks = {kernel.arg_names.index(name): rows for name, rows in (blocks or {}).items()}
         self._direct: Any = None
+        self._like: dict[int, dict[str, Any]] = {}  # the fields of a descriptor for each of the blocks
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """None stands for a tensor that the kernel does not look at."""
         q = tensors[0]
+        assert q is not None
+        given = [q if t is None else t for t in tensors]
         if self._direct is not None and _observer is None:
-            if self.blocks:
-                self._direct([self._argument(i, q if t is None else t) for i, t in enumerate(tensors)])
-            else:
-                self._direct([(q if t is None else t).data_ptr() for t in tensors])  # type: ignore[union-attr]
+            self._direct([self._descriptor(i, t) if i in self.blocks else t.data_ptr() for i, t in enumerate(given)])
             return
-        args = tuple(self._argument(i, q if t is None else t) for i, t in enumerate(tensors))
+        args = tuple(self._descriptor(i, t) if i in self.blocks else t for i, t in enumerate(given))
         compiled = launch(self.kernel, self.programs, (*args, *self.scalars), self.meta, self.spill)
         if compiled is not None:
             constexprs = [self.meta[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
-            index = q.get_device()  # type: ignore[union-attr]
-            self._direct = direct(compiled, self.programs, index, (*self.scalars, *constexprs))
+            self._direct = direct(compiled, self.programs, q.get_device(), (*self.scalars, *constexprs))
 
-    def _argument(self, i: int, x: Any) -> Any:
-        if i not in self.blocks:
-            return x
+    def _descriptor(self, i: int, x: Any) -> Any:
+        """A tensor descriptor of argument i. Shapes are those of the first call, so its fields need no other check."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        box = [1, 1, self.blocks[i], *(_pow2(n) for n in x.shape[3:])]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), box)
+        if i not in self._like:
+            box = [1, 1, self.blocks[i], *(tile_dim(n) for n in x.shape[3:])]
+            descriptor = TensorDescriptor(x, list(x.shape), list(x.stride()), box)
+            self._like[i] = {**vars(descriptor), "base": None}
+            return descriptor
+        descriptor = object.__new__(TensorDescriptor)
+        vars(descriptor).update(self._like[i], base=x)
+        return descriptor
 
 
-def _pow2(n: int) -> int:
+def tile_dim(n: int) -> int:
+    """The length of a tile along a dimension of n: a power of two, at least 16."""
     return max(16, 1 << (n - 1).bit_length())

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, empty_like
 from adatom.ops.attention.triton_call import (
     LOW_TILES,
     NO_SPECIALIZE,
@@ -27,7 +27,7 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
-    sum_parts,
+    sum_of_parts,
 )
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
@@ -252,8 +252,6 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
     begin, whole_begin, whole_end, end = queries_of(n0, offset, len_q, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LENS:
         if n0 >= len_k:
-            whole_end = begin
-            whole_begin = begin
             end = begin
     rows_k = keys if not VARLEN else len_k
     k = load_tile(K, 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False)
@@ -423,8 +421,7 @@ def _kv_pass(
 def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bias", BIAS_CONFIGS, call)
-    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
-    parts = call.parts(tiles, bias)
+    programs, parts = call.bias_programs(config, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
         call.batch, *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
@@ -434,7 +431,7 @@ def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) 
     del meta["VARLEN"]
     m, n = config.block_m, config.block_n
     blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}
-    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, blocks, parts)
+    return Launch(_bias_kernel, programs, scalars, meta, config.spill, blocks, parts)
 
 
 def _bias_pass(
@@ -444,13 +441,7 @@ def _bias_pass(
     launch = remembered(x, "bwd_bias", lambda: _bias_launch(x, o, dout, bias))
     if not x.q.numel():
         return torch.zeros_like(bias)
-    if launch.parts == 1:
-        dbias = empty(tuple(bias.shape), bias)
-        launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, dbias)
-        return dbias
-    sums = empty((launch.parts, *bias.shape), bias, torch.float32)
-    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta, sums)
-    return sum_parts(sums, bias)
+    return sum_of_parts(launch, bias, x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta)
 
 
 def backward(

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, empty_like
 from adatom.ops.attention.triton_call import (
     LOW_TILES,
     NO_SPECIALIZE,
@@ -29,7 +29,7 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
-    sum_parts,
+    sum_of_parts,
 )
 from adatom.ops.attention.triton_jvp import Directions, tangent_pass
 from adatom.tiles.launch import Launch
@@ -276,8 +276,6 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
     begin, whole_begin, whole_end, end = queries_of(n0, offset, len_q, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LENS:
         if n0 >= len_k:
-            whole_end = begin
-            whole_begin = begin
             end = begin
     rows_k = keys if not VARLEN else len_k
     k = load_tile(K + at(b, hk, start_k, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N,
@@ -492,8 +490,7 @@ def _kv_pass(
 def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bwd_bias", BIAS_CONFIGS, call)
-    tiles = -(-call.len_q // config.block_m) * -(-call.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
-    parts = call.parts(tiles, bias)
+    programs, parts = call.bias_programs(config, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
         *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, call.batch, *bias.shape[:2],
@@ -506,7 +503,7 @@ def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias:
     del meta["VARLEN"]
     m, n = config.block_m, config.block_n
     blocks = {"Q": m, "DDQ": m, "DOut": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
-    return Launch(_bias_kernel, tiles * parts, scalars, meta, config.spill, blocks, parts)
+    return Launch(_bias_kernel, programs, scalars, meta, config.spill, blocks, parts)
 
 
 def _bias_pass(
@@ -517,13 +514,7 @@ def _bias_pass(
     launch = remembered(x, "bwd_bwd_bias", lambda: _bias_launch(x, o, d, dout, bias))
     if not x.q.numel():
         return torch.zeros_like(bias)
-    if launch.parts == 1:
-        dbias = empty(tuple(bias.shape), bias)
-        launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, dbias)
-        return dbias
-    sums = empty((launch.parts, *bias.shape), bias, torch.float32)
-    launch(x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows, sums)
-    return sum_parts(sums, bias)
+    return sum_of_parts(launch, bias, x.q, x.k, x.v, bias, x.kv_lens, lse, dout, d.q, d.k, d.v, d.bias, *rows)
 
 
 def backward_backward(

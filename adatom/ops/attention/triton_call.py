@@ -14,7 +14,7 @@ import torch
 
 from adatom.device import facts
 from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind, empty, empty_like
-from adatom.tiles.launch import Launch
+from adatom.tiles.launch import Launch, tile_dim
 
 _BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
 _L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H100's L2
@@ -89,10 +89,6 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
     return next(table[key] for key in keys if key in table)
 
 
-def _pow2(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def plain(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
     """The lines of a table without those for calls with an option, and without tensor descriptors."""
     return {key: config._replace(tma=False) for key, config in table.items() if " " not in key[0]}
@@ -133,8 +129,8 @@ class Call:
         self.meta = {
             "HEAD_DIM": self.head_dim,
             "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_D": _pow2(self.head_dim),
-            "BLOCK_DV": _pow2(self.head_dim_v),
+            "BLOCK_D": tile_dim(self.head_dim),
+            "BLOCK_DV": tile_dim(self.head_dim_v),
             "BIAS": _BIAS[bias_kind(bias)],
             "SOFTCAP": o.softcap > 0,
             "LEFT": self.left >= 0,
@@ -161,6 +157,12 @@ class Call:
         shared = self.batch * self.heads // max(bias.shape[0] * bias.shape[1], 1)
         parts = max(1, min(shared // 4, 3 * self.device.sms // max(tiles, 1)))
         return -(-shared // -(-shared // parts)) if shared else 1  # each has something to add
+
+    def bias_programs(self, config: Config, bias: torch.Tensor) -> tuple[int, int]:
+        """How many programs sum the gradient of a shared bias, and in how many parts."""
+        tiles = -(-self.len_q // config.block_m) * -(-self.len_k // config.block_n) * bias.shape[0] * bias.shape[1]
+        parts = self.parts(tiles, bias)
+        return tiles * parts, parts
 
     def counts(self, kv: bool = False) -> tuple[int, ...]:
         """heads, kv_heads, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right."""
@@ -264,10 +266,15 @@ def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return sums.sum_to_size(bias.shape).to(bias.dtype)
 
 
-def sum_parts(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The parts of a bias gradient, float32 (parts, *bias.shape), added, in bias's dtype."""
-    if len(sums) == 2:  # in one launch
-        return torch.add(sums[0], sums[1], out=empty(tuple(bias.shape), bias))
+def sum_of_parts(launch: Launch, bias: torch.Tensor, *before: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of a bias, in its dtype: what `launch` makes of the tensors `before` and a place for its parts."""
+    shape = tuple(bias.shape)
+    if launch.parts == 1:
+        launch(*before, dbias := empty(shape, bias))
+        return dbias
+    launch(*before, sums := empty((launch.parts, *shape), bias, torch.float32))
+    if launch.parts == 2:  # in one more launch
+        return torch.add(sums[0], sums[1], out=empty(shape, bias))
     return sums.sum(0).to(bias.dtype)
 
 
