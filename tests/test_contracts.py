@@ -1,6 +1,7 @@
 """What the public functions promise: right answers over all options, clear errors for bad input, PyTorch's tools."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -480,6 +481,61 @@ def test_whole_jacobians(transform):
 
     got, want = f(adatom.attention), f(plain)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own", "repeated", "none", "bool"])
+def test_rows(kind):
+    """5-D inputs are attention for each row, with a bias that rows share or own; or a 4-D bias for each few of them."""
+    torch.manual_seed(0)
+    batch, rows, heads, n = 2, 3, 2, 5
+    q, k, v = (torch.randn(batch, rows, n, heads, 4, dtype=F64).transpose(2, 3).requires_grad_() for _ in range(3))
+    lens = torch.tensor([[5, 2, 0], [1, 5, 3]])
+    shape = {"own": (batch, rows, 1, n, n), "none": (heads, n, n)}.get(kind, (batch, 1, heads, n, n))
+    bias = torch.randn(shape, dtype=F64).requires_grad_()
+    given = bias > 0 if kind == "bool" else bias
+    out, lse = adatom.attention(q, k, v, bias=given, kv_lens=lens, causal=True, return_lse=True)
+    if kind == "repeated":
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        out, lse = adatom.attention(*flat, bias=given[:, 0], kv_lens=lens.flatten(), causal=True, return_lse=True)
+        out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(0, (batch, rows))
+    each = given.expand(batch, rows, heads, n, n)
+    expected = [
+        adatom.attention(q[:, r], k[:, r], v[:, r], bias=each[:, r], kv_lens=lens[:, r], causal=True, return_lse=True)
+        for r in range(rows)
+    ]
+    assert out.shape == (batch, rows, heads, n, 4) and lse.shape == (batch, rows, heads, n)
+    torch.testing.assert_close(out, torch.stack([e[0] for e in expected], 1))
+    torch.testing.assert_close(lse, torch.stack([e[1] for e in expected], 1))
+    wanted = (q, k, v) if kind == "bool" else (q, k, v, bias)
+    firsts = []
+    for one in (out, torch.stack([e[0] for e in expected], 1)):
+        grads = torch.autograd.grad(one.square().sum(), wanted, create_graph=True)
+        firsts.append((*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), wanted)))
+    for got, want in zip(*firsts):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"k": torch.randn(2, 2, 5, 4)}, "5-D q, k and v"),
+        ({"bias": torch.randn(2, 2, 5, 5)}, "broadcasts to (2, 3, heads"),
+        ({"bias": torch.randn(1, 3, 2, 5, 5)}, "each row of each batch element"),
+        ({"bias": torch.randn(2, 1, 3, 5, 5)}, "broadcasts"),
+        ({"kv_lens": torch.tensor([1, 2])}, "kv_lens of shape (2, 3)"),
+    ],
+)
+def test_bad_rows_are_answered(change, says):
+    q = torch.randn(2, 3, 2, 5, 4)
+    with pytest.raises(ValueError, match="(?s).*" + re.escape(says)):
+        adatom.attention(**{"q": q, "k": q, "v": q, **change})
+
+
+def test_a_bias_that_does_not_divide_the_batch():
+    q = torch.randn(4, 2, 5, 4)
+    with pytest.raises(ValueError, match="broadcasts"):
+        adatom.attention(q, q, q, bias=torch.randn(3, 2, 5, 5))
+    print(adatom.explain("attention", q[None], q[None], q[None], bias=torch.randn(1, 1, 2, 5, 5)))
 
 
 def test_empty_shapes_have_gradients():

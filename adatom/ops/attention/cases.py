@@ -23,8 +23,9 @@ class Case(NamedTuple):
     """One call of attention, without its tensors.
 
     bias: "" for none, else four letters, one for each dimension of the scores, "1" where it broadcasts: "bhqk", "1hqk",
-        "b11k", ...; then "-inf" (30 % of the entries and one whole row masked), "-bool" (True attends) or "-far" (the
-        first third of the keys and 30 % of the entries masked by -1e9, or what float16 has).
+        "b11k", ..., or "2" first for two slices, each for half of the batch; then "-inf" (30 % of the entries and one
+        whole row masked), "-bool" (True attends) or "-far" (the first third of the keys and 30 % of the entries masked
+        by -1e9, or what float16 has).
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
     layout: memory order of q, k and v, "bhsd" or "bshd". magnitude: standard deviation of q, thus of the scores.
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
         """Shape of the bias: the scores' (batch, heads, seqlen_q, seqlen_k), or 1, dimension by dimension."""
-        sizes = {"b": self.batch, "h": self.heads, "q": self.seqlen_q, "k": self.seqlen_k, "1": 1}
+        sizes = {"b": self.batch, "h": self.heads, "q": self.seqlen_q, "k": self.seqlen_k, "1": 1, "2": 2}
         return tuple(sizes[letter] for letter in self.bias[:4]) if self.bias else None
 
     @property
@@ -243,6 +244,10 @@ SMALL: tuple[Case, ...] = (
     Case("bias 11qk, no gradient", 2, 2, 1, 18, 20, 16, 16, F32, bias="11qk", bias_grad=False),
     Case("bias b11k", 2, 2, 2, 17, 14, 16, 16, F32, bias="b11k"),
     Case("bias bh1k bf16, f32 bias", 2, 2, 1, 18, 16, 16, 16, BF16, bias="bh1k", bias_dtype=F32),
+    Case("bias 2hqk", 4, 2, 1, 13, 17, 16, 16, F32, bias="2hqk", causal=True),
+    Case("bias 21qk bf16", 6, 2, 2, 9, 20, 16, 16, BF16, bias="21qk"),
+    Case("bias 2h1k", 4, 2, 2, 7, 12, 16, 16, F32, bias="2h1k"),
+    Case("bias 21q1", 6, 2, 2, 7, 12, 16, 16, F32, bias="21q1", sinks=True),
     Case("bias 1h1k", 2, 2, 2, 13, 19, 16, 16, F32, bias="1h1k", sinks=True),
     Case("bias bhq1", 2, 2, 1, 18, 15, 16, 16, F32, bias="bhq1", sinks=True),
     Case("bias 1h11", 2, 2, 2, 17, 20, 16, 16, F32, bias="1h11", sinks=True),
@@ -331,6 +336,8 @@ GPU: tuple[Case, ...] = (
         for bias in ("bhqk", "1hqk", "b11k", "bhq1", "1hqk-inf", "b1qk-bool")
     ),
     Case("bias 1hqk many", 64, 4, 4, 128, 136, 32, 32, BF16, bias="1hqk"),
+    Case("bias 2hqk", 12, 4, 4, 200, 264, 32, 32, BF16, bias="2hqk"),
+    Case("bias 21qk f32", 6, 4, 2, 133, 200, 48, 48, F32, bias="21qk", kv_lens=True),
     Case("bias 1hqk f32 bias", 4, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk", bias_dtype=F32),
     Case("bias bhqk -inf", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-inf", sinks=True),
     Case("bias 1hqk -inf f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-inf"),

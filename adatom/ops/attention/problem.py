@@ -18,6 +18,7 @@ class Inputs(NamedTuple):
     head_dim_v), last dimension contiguous. Packed form: q (tokens_q, heads, head_dim), k and v alike, with
     cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,).
     bias: 4-D, each dimension 1 or that of the scores (batch, heads, seqlen_q, seqlen_k); float, or bool (True attends).
+        Its first may also divide batch: then each slice serves batch / n consecutive elements.
     sinks: (heads,) float. kv_lens: (batch,) int32.
     """
 
@@ -71,6 +72,7 @@ class Problem(NamedTuple):
     bias_dtype: torch.dtype | None
     bias_grad: bool
     bias_shared: bool  # one bias slice serves several (batch, head)
+    bias_repeated: bool  # one bias slice serves several batch elements, but not all
     causal: bool
     window: bool
     softcap: bool
@@ -88,6 +90,18 @@ def bias_kind(bias: torch.Tensor | None) -> str:
     if bias.shape[2] == 1:
         return "key"
     return "query" if bias.shape[3] == 1 else "full"
+
+
+def bias_of_each(bias: torch.Tensor, batch: int) -> torch.Tensor:
+    """A bias, or a tensor like it, with a slice for each batch element where several, but not all, share one."""
+    return bias if bias.shape[0] in (1, batch) else bias.repeat_interleave(batch // bias.shape[0], 0)
+
+
+def sum_to_bias(scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """scores (batch, heads, 1 or seqlen_q, 1 or seqlen_k) summed to the shape of a bias."""
+    if bias.shape[0] not in (1, scores.shape[0]):
+        scores = scores.unflatten(0, (bias.shape[0], -1)).sum(1)
+    return scores.sum_to_size(bias.shape)
 
 
 def _ceil_pow2(n: int) -> int:
@@ -128,6 +142,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         None if bias is None else bias.dtype,
         bias_grad,
         bias is not None and (bias.shape[0] < batch or bias.shape[1] < heads),
+        bias is not None and bias.shape[0] not in (1, batch),
         o.causal,
         o.window_left >= 0 or o.window_right >= 0,
         o.softcap > 0,
