@@ -593,3 +593,13 @@ def test_peak_memory_on_a_gpu() -> None:
         yield "step"
 
     assert 4 << 20 <= timing.peak_bytes(job, torch.device("cuda")) < 6 << 20  # the allocator rounds up
+
+
+def test_a_throttled_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = timing.Clock(CPU)
+    assert not timing.slowed(clock, {"bf16 matmul": 700.0})  # a CPU shares its time with others: nothing is said
+    monkeypatch.setattr(clock, "cuda", True)
+    for now, says in ((600.0, ""), (150.0, "bf16 matmul fell from 700 to 150 TFLOP/s")):
+        monkeypatch.setattr(timing, "_product", lambda clock, dtype, now=now: now)
+        assert timing.slowed(clock, {"bf16 matmul": 700.0}) == says
+    assert "Throttled, so without meaning: plain (slow)." in report.heading({**RECORD, "slowed": {"plain": "slow"}})

@@ -433,6 +433,11 @@ BENCH: dict[str, tuple[Case, ...]] = {
         _square(f"({b},{h},{s},{d})", b, h, s, d, BF16, bias="1hqk")
         for b, h, s, d in ((64, 4, 384, 32), (8, 16, 768, 32), (2, 16, 2048, 64), (1, 16, 4096, 128))
     ),
+    "triangle": (  # a row is a batch element; and samples of one complex
+        *(_square(f"N{n}", n, 4, n, 32, BF16, bias="1hqk") for n in (256, 512, 1024)),
+        _square("N512 tf32x3", 512, 4, 512, 32, F32, "tf32x3", bias="1hqk"),
+        *(_square(f"16 samples D{d}", 16, 16, 1024, d, BF16, bias="1hqk") for d in (24, 48)),
+    ),
     "second": tuple(
         _square(f"({b},{h},{s},{d}) {_kind(*kind)}", b, h, s, d, *kind)
         for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
