@@ -265,17 +265,18 @@ def _cuequivariance(case: Case, given: dict[str, Any]) -> Call:
 
 
 def _everywhere(case: Case, group: str) -> bool:
-    return True
+    return group != "jvp"
 
 
 def _quadratic(case: Case, group: str) -> bool:
-    """Where a quadratic implementation is what one would otherwise use: second derivatives and learned biases."""
-    return group in ("second", "bias")
+    """Where a quadratic implementation is what one would otherwise use: second derivatives, forward mode, learned
+    biases."""
+    return group in ("second", "jvp", "bias")
 
 
 def _beyond_flash(case: Case, group: str) -> bool:
     """Where FlashAttention cannot go; elsewhere the seconds that compilation takes buy nothing."""
-    return bool(case.bias or case.softcap or case.window or case.kv_lens) and group != "second"
+    return bool(case.bias or case.softcap or case.window or case.kv_lens) and group not in ("second", "jvp")
 
 
 RIVALS: tuple[Rival, ...] = (

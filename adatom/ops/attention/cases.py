@@ -443,6 +443,7 @@ BENCH: dict[str, tuple[Case, ...]] = {
         for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
         for kind in (_KINDS[0], _KINDS[2], _KINDS[3])
     ),
+    "jvp": tuple(_square(f"(4,8,2048,64) {_kind(*kind)}", 4, 8, 2048, 64, *kind) for kind in (_KINDS[0], *_KINDS[2:4])),
     "gqa": tuple(
         _square(f"32/{kv} heads {'causal ' if causal else ''}S4096", 8, 32, 4096, 128, BF16, kv_heads=kv, causal=causal)
         for kv in (8, 1)
@@ -469,6 +470,7 @@ BENCH_CPU: dict[str, tuple[Case, ...]] = {
     ),
     "bias": tuple(_square(f"S{s}", 1, 4, s, 64, F32, bias="1hqk") for s in (512, 1024, 4096)),
     "second": tuple(_square(f"S{s}", 1, 4, s, 64, F32) for s in (512, 1024, 4096)),
+    "jvp": (_square("S1024", 1, 4, 1024, 64, F32),),
     "gqa": (_square("8/2 heads S1024", 1, 8, 1024, 64, F32, kv_heads=2, causal=True),),
     "varlen": (_square("8 sequences to 512", 8, 4, 512, 64, F32, varlen=True, causal=True),),
     "short": tuple(_square(f"S{s}", 1024 // s, 4, s, 64, F32) for s in (64, 128, 256)),
