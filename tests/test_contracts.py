@@ -335,8 +335,14 @@ def test_softcap_zero_is_none():
 # PyTorch's tools -----------------------------------------------------------------------------------------------------
 
 
+def differentiable(args):
+    for arg in args:
+        floats = isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        yield arg.detach().clone().requires_grad_() if floats else arg
+
+
 def operands(kind):
-    """The arguments of the four operators, for a call with every optional tensor, with none, and for a packed one."""
+    """The arguments of the operators, for a call with every optional tensor, with none, and for a packed one."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -362,13 +368,18 @@ def operands(kind):
     yield op.attention_jvp, (*call, out, lse, *like)
     yield op.attention_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, bias_grad)
     yield op.attention_bwd_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, *like, bias_grad)
+    yield op.attention_compiled, call
+    yield op.attention_compiled, tuple(differentiable(call))
+    yield torch.ops.adatom.attention_grad.default, tuple(differentiable((*call, out, lse, dout, None, bias_grad)))
 
 
 @pytest.mark.parametrize("kind", ["none", "all", "packed", "heads inside"])
 def test_operators_pass_opcheck(kind):
-    """Schemas, fakes and their strides; not autograd's registration, which lies in Functions around the operators."""
+    """Schemas, fakes and their strides; autograd's registration where it does not lie in Functions around operators."""
     for operator, args in operands(kind):
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        if operator is op.attention_compiled:
+            tests += ("test_autograd_registration",)
         assert set(torch.library.opcheck(operator, args, test_utils=tests).values()) == {"SUCCESS"}, operator
 
 
@@ -403,6 +414,58 @@ def test_compile_one_tensor_for_all():
     cu, y = torch.tensor([0, 2, 6]), torch.randn(6, 3, 8, requires_grad=True)
     packed = torch.compile(lambda y: adatom.attention_varlen(y, y, y, cu, cu), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(packed(y), adatom.attention_varlen(y, y, y, cu, cu))
+
+
+def energy(x, w):
+    return adatom.attention(x @ w, x, x, causal=True).square().sum()
+
+
+def mismatch(x, w):
+    """A loss of forces: its gradient by w differentiates attention twice."""
+    (force,) = torch.autograd.grad(energy(x, w), x, create_graph=True)
+    return force.square().mean()
+
+
+def operands_of_energy():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, dtype=F64, generator=generator).requires_grad_() for shape in ((1, 2, 8, 4), (4, 4))]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this PyTorch does not trace torch.autograd.grad"
+)
+@pytest.mark.parametrize("step", ["loss", "gradient of the loss"])
+def test_compile_energy_and_forces(step):
+    """One graph of an energy, its forces, and the gradient of a loss of forces."""
+
+    def gradient(x, w):
+        return torch.autograd.grad(mismatch(x, w), w)[0]
+
+    def of_compiled_loss(x, w):
+        return torch.autograd.grad(torch.compile(mismatch, fullgraph=True, backend="aot_eager")(x, w), w)[0]
+
+    x, w = operands_of_energy()
+    whole = torch.compile(gradient, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch.compiler.reset()
+        got = (of_compiled_loss if step == "loss" else whole)(x, w)
+    torch.testing.assert_close(got, gradient(x, w))
+
+
+def test_transforms_inside_a_compiled_region():
+    """torch.func.grad of torch.func.grad leaves the graph, or says so: a Function traced there would lose a term."""
+    x, w = (t.detach() for t in operands_of_energy())
+
+    def loss(w):
+        return torch.func.grad(lambda x: energy(x, w))(x).square().mean()
+
+    torch.compiler.reset()
+    torch.testing.assert_close(
+        torch.compile(torch.func.grad(loss), backend="aot_eager")(w), torch.func.grad(loss)(w), msg="wrong gradient"
+    )
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="no torch.func transform inside a compiled region"):
+        torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")(w)
 
 
 def test_compile_with_dynamic_lengths():

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from adatom.check import require
 from adatom.ops.attention.op import (
     Attention,
-    CompiledAttention,
     apply_planned,
+    attention_compiled,
     attention_fwd,
     on_device,
     ready,
@@ -166,7 +166,13 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 def _call(x: Inputs, o: Options, backend: str | None) -> Any:
     if torch.compiler.is_compiling():
-        return CompiledAttention.apply(*_distinct(x), *o, backend)
+        require(
+            not torch._C._are_functorch_transforms_active(),
+            "no torch.func transform inside a compiled region: compile what is transformed less its transform, or take "
+            "torch.autograd.grad in the region, with torch._dynamo.config.trace_autograd_ops = True",
+            NotImplementedError,
+        )
+        return attention_compiled(*x, *o, backend)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
         return Attention.apply(*x, *o, backend)
     return attention_fwd(*x, *o, backend)
@@ -227,16 +233,6 @@ def _planned(args: tuple[Any, ...], backend: str | None, return_lse: bool) -> _P
             _plans.clear()
         plan = _plans[key, backend, return_lse] = _Plan((key, backend), x, o, backend, return_lse)
     return plan
-
-
-def _distinct(x: Inputs) -> Inputs:
-    """`x` with a view where a tensor is given twice (self-attention): torch.compile traces no Function of those."""
-    k = x.k.view_as(x.k) if x.k is x.q else x.k
-    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
-    cu = x.cu_seqlens_k
-    if cu is not None and cu is x.cu_seqlens_q:
-        cu = cu.view_as(cu)
-    return x._replace(k=k, v=v, cu_seqlens_k=cu)
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
