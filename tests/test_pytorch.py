@@ -187,17 +187,6 @@ def test_autocast_as_sdpa():
     assert q.grad.dtype == torch.float32
 
 
-def test_jvp():
-    q, k, v = (torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7))
-    bias, tangents = torch.randn(5, 7, dtype=F64), [torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7)]
-
-    def f(attention):
-        return torch.func.jvp(lambda *x: attention(*x, bias=bias, causal=True), (q, k, v), tuple(tangents))
-
-    for got, want in zip(f(adatom.attention), f(dense)):
-        torch.testing.assert_close(got, want)
-
-
 def plain(q, k, v):
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
 
