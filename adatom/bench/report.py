@@ -11,10 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from adatom.bench.rivals import THREE_ORDERS
+
 WHOLE_STEP = (
     "bias",
     "triangle",
-    "second",
+    *THREE_ORDERS,
 )  # groups where the whole step counts: time and memory of all passes together
 Record = dict[str, Any]
 

@@ -24,6 +24,9 @@ Call = Callable[..., Tensor]
 Bind = Callable[[Case, dict[str, Any]], Call]
 
 
+THREE_ORDERS = ("second", "neighbours")  # groups in which forward, backward and double backward are timed
+
+
 class Unfit(Exception):
     """A rival does not do this case; the message says why."""
 
@@ -271,12 +274,12 @@ def _everywhere(case: Case, group: str) -> bool:
 def _quadratic(case: Case, group: str) -> bool:
     """Where a quadratic implementation is what one would otherwise use: second derivatives, forward mode, learned
     biases."""
-    return group in ("second", "jvp", "bias")
+    return group in (*THREE_ORDERS, "jvp", "bias")
 
 
 def _beyond_flash(case: Case, group: str) -> bool:
     """Where FlashAttention cannot go; elsewhere the seconds that compilation takes buy nothing."""
-    return bool(case.bias or case.softcap or case.window or case.kv_lens) and group not in ("second", "jvp")
+    return bool(case.bias or case.softcap or case.window or case.kv_lens) and group not in (*THREE_ORDERS, "jvp")
 
 
 RIVALS: tuple[Rival, ...] = (

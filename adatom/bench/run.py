@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from adatom import device as machine
 from adatom import evidence, registry, verify
-from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed
+from adatom.bench.rivals import RIVALS, THREE_ORDERS, Bind, Rival, Unfit, installed
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.device import facts
 from adatom.ops.attention import cases
@@ -37,9 +37,9 @@ OPS = {
 
 
 def passes(group: str, case: Case) -> tuple[str, ...]:
-    """What is timed: all three orders in group "second", a forward and one with tangents in group "jvp", the forward
+    """What is timed: all three orders in THREE_ORDERS, forwards without and with tangents in group "jvp", the forward
     alone for a single query, else both passes."""
-    if group == "second":
+    if group in THREE_ORDERS:
         return ("forward", "backward", "double backward")
     if group == "jvp":
         return ("forward", "forward mode")
@@ -226,7 +226,7 @@ def compare(
     memory: dict[str, dict[str, int | None]] = {name: {} for name in calls}
     with tf32(case.precision == "tf32"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for kind in ("second",) if group == "second" else order:
+        for kind in ("second",) if group in THREE_ORDERS else order:
             jobs: dict[str, Job] = {}
             for name, call in calls.items():
                 with warnings.catch_warnings(record=True) as heard:
@@ -258,7 +258,7 @@ def compare(
             entry = {**about, "pass": kind, **({"row": rows[kind].backend} if name == "adatom" else {})}
             entry |= {"ms": timing.ms, "spread": [timing.low, timing.high], "repeats": timing.repeats}
             entry |= speed(case, kind, timing.ms, peaks)
-            entries.append({**entry, "peak_bytes": memory[name].get("second" if group == "second" else kind)})
+            entries.append({**entry, "peak_bytes": memory[name].get("second" if group in THREE_ORDERS else kind)})
     return entries
 
 

@@ -422,6 +422,7 @@ COMPILE: tuple[Case, ...] = (
 
 _TOKENS = 32768  # batch x length of the bench cases
 
+_TRAINED = (_KINDS[0], _KINDS[2], _KINDS[3])  # what one trains in
 BENCH: dict[str, tuple[Case, ...]] = {
     "plain": tuple(
         _square(f"D{d} {'causal ' if causal else ''}S{s}", _TOKENS // s, 2048 // d, s, d, BF16, causal=causal)
@@ -441,9 +442,13 @@ BENCH: dict[str, tuple[Case, ...]] = {
     "second": tuple(
         _square(f"({b},{h},{s},{d}) {_kind(*kind)}", b, h, s, d, *kind)
         for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
-        for kind in (_KINDS[0], _KINDS[2], _KINDS[3])
+        for kind in _TRAINED
     ),
-    "jvp": tuple(_square(f"(4,8,2048,64) {_kind(*kind)}", 4, 8, 2048, 64, *kind) for kind in (_KINDS[0], *_KINDS[2:4])),
+    "neighbours": (  # each atom's neighbours attend to each other, under a bias for each of them
+        *(_square(f"10000 x 64 D16 {_kind(*kind)}", 10_000, 8, 64, 16, *kind, bias="b11k") for kind in _TRAINED),
+        _square("10000 x 32 D64 tf32x3", 10_000, 8, 32, 64, F32, "tf32x3", bias="b11k"),
+    ),
+    "jvp": tuple(_square(f"(4,8,2048,64) {_kind(*kind)}", 4, 8, 2048, 64, *kind) for kind in _TRAINED),
     "gqa": tuple(
         _square(f"32/{kv} heads {'causal ' if causal else ''}S4096", 8, 32, 4096, 128, BF16, kv_heads=kv, causal=causal)
         for kv in (8, 1)
@@ -470,6 +475,7 @@ BENCH_CPU: dict[str, tuple[Case, ...]] = {
     ),
     "bias": tuple(_square(f"S{s}", 1, 4, s, 64, F32, bias="1hqk") for s in (512, 1024, 4096)),
     "second": tuple(_square(f"S{s}", 1, 4, s, 64, F32) for s in (512, 1024, 4096)),
+    "neighbours": (_square("50 x 32 D16", 50, 8, 32, 16, F32, bias="b11k"),),
     "jvp": (_square("S1024", 1, 4, 1024, 64, F32),),
     "gqa": (_square("8/2 heads S1024", 1, 8, 1024, 64, F32, kv_heads=2, causal=True),),
     "varlen": (_square("8 sequences to 512", 8, 4, 512, 64, F32, varlen=True, causal=True),),
