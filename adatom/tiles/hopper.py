@@ -149,7 +149,7 @@ def let_next(EARLY: gl.constexpr):
         _asm("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
-# -- tiles of the result, one after the other --------------------------------------------------------------------------
+# -- tiles of the result, one after the other -------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def tile_number(turn):
     return turn * programs + gl.where(turn & 1 != 0, programs - 1 - pid, pid)
 
 
-# -- tiles of tensors ------------------------------------------------------------------------------------------------------------
+# -- tiles of tensors -------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -224,7 +224,7 @@ def visible(i, j, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.cons
 @gluon.jit
 def keys_seen(m0, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr):
-    """(begin, end) of the keys that some query of m0.. sees; begin is a multiple of BLOCK_N, and end may lie before it."""
+    """(begin, end) of the keys that some query of m0.. sees; begin is a multiple of BLOCK_N, end may lie before it."""
     begin = m0 * 0
     end = len_k
     if RIGHT:

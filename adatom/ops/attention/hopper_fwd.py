@@ -53,8 +53,8 @@ TURN = gl.constexpr(8)  # named barrier of the first consumer's turn
 
 
 class Config(NamedTuple):
-    """How the kernel is tiled: `consumers` warpgroups of block_m queries each, block_n keys, `stages` buffers of keys and
-    of values, registers of a consumer's thread; persistent: as many programs as multiprocessors."""
+    """How the kernel is tiled: `consumers` warpgroups of block_m queries each, block_n keys, `stages` buffers of keys
+    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors."""
 
     consumers: int
     block_m: int
@@ -97,8 +97,8 @@ class Plan:
 def _tile(t, sizes, PLAN: gl.constexpr):
     """(batch, head, first query, first key, blocks of keys) of tile t.
 
-    Heads go in groups whose keys and values fit in L2. Under a causal mask the last queries, whose tiles are the longest,
-    come first. A tile that sees nothing has one block, all of it masked.
+    Heads go in groups whose keys and values fit in L2. Under a causal mask the last queries, whose tiles are the
+    longest, come first. A tile that sees nothing has one block, all of it masked.
     """
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
@@ -203,8 +203,9 @@ def _scores(s, bias, i, j, cut, sizes, scale, softcap, PLAN: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, l, unit, PLAN: gl.constexpr):
-    """One step of the online softmax: (p in float32, factor of what was before, m, l). m is in the units of s, or in log2
-    units if FOLD; l sums p."""
+    """One step of the online softmax: (p in float32, factor of what was before, m, l).
+
+    m, the maximum, is in the units of s, or in log2 units if FOLD; l is the sum of p."""
     if PLAN.FOLD:
         m_new = gl.maximum(m, gl.max(s, 1) * unit)
     else:  # a bias may be as large as -1e9: what is subtracted must be one of the scores, unrounded
@@ -325,7 +326,8 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "left", "right", "n_tiles"])
 def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
-                heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap, PLAN: gl.constexpr):
+                heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
+                PLAN: gl.constexpr):
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     q_s = make_tiles(Q, CONSUMERS)
     k_s = make_tiles(K, PLAN.STAGES)
