@@ -375,6 +375,7 @@ GPU: tuple[Case, ...] = (
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
+    Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 16, 16, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
     Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
     Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),

@@ -23,6 +23,7 @@ from adatom.tiles.hopper import (
     gluon,
     keys_seen,
     keys_shared,
+    lap,
     let_next,
     load_tile,
     make_barriers,
@@ -62,6 +63,7 @@ class Config(NamedTuple):
     stages: int
     registers: int
     persistent: bool
+    turns: bool = True
 
 
 # (largest head_dim, whether the last keys are masked for the first queries) -> tile
@@ -86,9 +88,11 @@ class Plan:
     SINKS: bool
     EARLY: bool  # launched before the previous kernel has ended
     CONSUMERS: int
+    TURNS: bool  # consumers take turns at issuing products
     BLOCK_M: int  # queries of one consumer
     BLOCK_N: int
-    STAGES: int  # buffers of keys and of values
+    Q_STAGES: int  # buffers of queries
+    STAGES: int  # of keys and of values
     BIAS_STAGES: int
     REGISTERS: int
 
@@ -117,34 +121,38 @@ def _tile(t, sizes, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _own(turn, C: gl.constexpr, PLAN: gl.constexpr):
+    """Where the queries of consumer C lie in the ring of queries."""
+    return slot(turn, PLAN.Q_STAGES) * PLAN.CONSUMERS + C
+
+
+@gluon.jit
 def _producer(Q, K, V, Bias, bias_b, bias_h, buffers, barriers, sizes, n_tiles, PLAN: gl.constexpr):
-    """Keeps the rings of tiles full."""
+    """Keeps the rings full."""
     q_s, k_s, v_s, bias_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = barriers
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
-    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
-    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
-    BIAS_STAGES: gl.constexpr = PLAN.BIAS_STAGES
     n = 0
     for turn in range(tiles_of_program(n_tiles)):
         b, h, m0, begin, blocks = _tile(tile_number(turn), sizes, PLAN)
         hk = h // (heads // kv_heads)
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            load_tile(Q, b, h, m0 + c * BLOCK_M, 0, q_full.index(c), q_s.index(c))
-        n0 = begin + blocks * BLOCK_N
+            i = _own(turn, c, PLAN)
+            mbarrier.wait(q_empty.index(i), lap(turn, PLAN.Q_STAGES) ^ 1)
+            load_tile(Q, b, h, m0 + c * PLAN.BLOCK_M, 0, q_full.index(i), q_s.index(i))
+        n0 = begin + blocks * PLAN.BLOCK_N
         for _ in range(blocks):
-            n0 -= BLOCK_N
+            n0 -= PLAN.BLOCK_N
             i = slot(n, STAGES)
             wait_empty(k_empty, n, STAGES)
             load_tile(K, b, hk, n0, 0, k_full.index(i), k_s.index(i))
             if PLAN.BIAS == FULL:
-                i_bias = slot(n, BIAS_STAGES)
-                wait_empty(bias_empty, n, BIAS_STAGES)
+                i_bias = slot(n, PLAN.BIAS_STAGES)
+                wait_empty(bias_empty, n, PLAN.BIAS_STAGES)
                 for c in gl.static_range(CONSUMERS):
-                    load_tile(Bias, b * bias_b, h * bias_h, m0 + c * BLOCK_M, n0, bias_full.index(i_bias),
+                    load_tile(Bias, b * bias_b, h * bias_h, m0 + c * PLAN.BLOCK_M, n0, bias_full.index(i_bias),
                               bias_s.index(i_bias * CONSUMERS + c))
             wait_empty(v_empty, n, STAGES)
             load_tile(V, b, hk, n0, 0, v_full.index(i), v_s.index(i))
@@ -153,29 +161,33 @@ def _producer(Q, K, V, Bias, bias_b, bias_h, buffers, barriers, sizes, n_tiles, 
 
 @gluon.jit
 def _begin_turn(C: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.CONSUMERS > 1:
+    if PLAN.TURNS:
         named_sync(TURN + C, 256)
 
 
 @gluon.jit
 def _end_turn(C: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.CONSUMERS > 1:
+    if PLAN.TURNS:
         named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
 
 
 @gluon.jit
-def _load_bias(Bias, by_query, bias_s, bias_full, bias_empty, n, n0, j, len_k, stride_bn, C: gl.constexpr,
+def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, i, j, sizes, C: gl.constexpr,
                PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """What is added to the scores of block n of the ring, whose first key is n0, to broadcast against them."""
+    """What is added to the scores of queries i and keys j, number n of the ring, to broadcast against them."""
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    stride_b, stride_h, stride_m, stride_n = bias_strides
     if PLAN.BIAS == FULL:
         wait_full(bias_full, n, PLAN.BIAS_STAGES)
         bias = bias_s.index(slot(n, PLAN.BIAS_STAGES) * PLAN.CONSUMERS + C).load(LAYOUT)
         release(bias_empty, n, PLAN.BIAS_STAGES)
         return bias
     elif PLAN.BIAS == KEY:
-        return gl.load(Bias + (n0 + j).to(gl.int64) * stride_bn, mask=n0 + j < len_k, other=0)[None, :]
+        X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h)
+        return gl.load(X + j.to(gl.int64) * stride_n, mask=j < len_k, other=0)[None, :]
     elif PLAN.BIAS == QUERY:
-        return by_query[:, None]
+        X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h)
+        return gl.load(X + i.to(gl.int64) * stride_m, mask=i < len_q, other=0)[:, None]
     else:
         return 0.0
 
@@ -202,10 +214,11 @@ def _scores(s, bias, i, j, cut, sizes, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, l, unit, PLAN: gl.constexpr):
+def _softmax(s, m, l, scale, PLAN: gl.constexpr):
     """One step of the online softmax: (p in float32, factor of what was before, m, l).
 
     m, the maximum, is in the units of s, or in log2 units if FOLD; l is the sum of p."""
+    unit = scale * LOG2E
     if PLAN.FOLD:
         m_new = gl.maximum(m, gl.max(s, 1) * unit)
     else:  # a bias may be as large as -1e9: what is subtracted must be one of the scores, unrounded
@@ -223,6 +236,28 @@ def _softmax(s, m, l, unit, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _nothing_seen(Sinks, h, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
+    """(m, l) before the first block of keys. A sink is a key with that score and value 0."""
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    zero = gl.full([BLOCK_M], 0.0, gl.float32, LAYOUT)
+    if PLAN.SINKS:
+        sink = gl.load(Sinks + h).to(gl.float32)
+        return zero + (sink * LOG2E if PLAN.FOLD else sink), zero + gl.where(sink == float("-inf"), 0.0, 1.0)
+    else:
+        return zero + float("-inf"), zero
+
+
+@gluon.jit
+def _multiply_queries(q, k_s, n, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
+    """Begin s = q k^T for block n."""
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    k = k_s.index(slot(n, PLAN.STAGES)).permute((1, 0))
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_tiles, scale, softcap, C: gl.constexpr,
               PLAN: gl.constexpr):
     """Computes BLOCK_M rows of out and lse of every tile."""
@@ -232,95 +267,109 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
     q_s, k_s, v_s, bias_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = barriers
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
-    stride_bb, stride_bh, stride_bm, stride_bn = bias_strides
     DIM_V: gl.constexpr = o_s.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    i = gl.arange(0, BLOCK_M, ROWS)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-    q = q_s.index(C)
     o = o_s.index(C)
     offset = len_k - len_q
-    unit = scale * LOG2E
-    n = 0  # blocks of keys begun
-    if PLAN.CONSUMERS > 1 and C == PLAN.CONSUMERS - 1:
+    tiles = tiles_of_program(n_tiles)
+    if PLAN.TURNS and C == PLAN.CONSUMERS - 1:
         named_arrive(TURN, 256)  # the first consumer begins
-    for turn in range(tiles_of_program(n_tiles)):
-        b, h, tile_m0, begin, blocks = _tile(tile_number(turn), sizes, PLAN)
-        m0 = tile_m0 + C * BLOCK_M
-        whole_begin, whole_end = keys_shared(m0, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
-        X = Bias
-        by_query = 0.0
-        if PLAN.BIAS == KEY or PLAN.BIAS == QUERY:
-            X = Bias + (b.to(gl.int64) * stride_bb + h.to(gl.int64) * stride_bh)
-        if PLAN.BIAS == QUERY:
-            by_query = gl.load(X + (m0 + i).to(gl.int64) * stride_bm, mask=m0 + i < len_q, other=0)
-        if PLAN.SINKS:  # a key with score sink and value 0
-            sink = gl.load(Sinks + h).to(gl.float32)
-            m = gl.full([BLOCK_M], 0.0, gl.float32, ROWS) + (sink * LOG2E if PLAN.FOLD else sink)
-            l = gl.full([BLOCK_M], 0.0, gl.float32, ROWS) + gl.where(sink == float("-inf"), 0.0, 1.0)
-        else:
-            m = gl.full([BLOCK_M], float("-inf"), gl.float32, ROWS)
-            l = gl.full([BLOCK_M], 0.0, gl.float32, ROWS)
-        acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
-        n0 = begin + (blocks - 1) * BLOCK_N
 
-        mbarrier.wait(q_full.index(C), turn & 1)
-        wait_full(k_full, n, STAGES)
-        _begin_turn(C, PLAN)
-        k = k_s.index(slot(n, STAGES)).permute((1, 0))
-        s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
-        _end_turn(C, PLAN)
-        bias = _load_bias(X, by_query, bias_s, bias_full, bias_empty, n, n0, j, len_k, stride_bn, C, PLAN, S_LAYOUT)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        release(k_empty, n, STAGES)
-        cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
-        s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
-        p, alpha, m, l = _softmax(s, m, l, unit, PLAN)
-        p = gl.convert_layout(p.to(q.dtype), P_LAYOUT, assert_trivial=True)
-        n += 1
+    # the first block of the first tile
+    mbarrier.wait(q_full.index(_own(0, C, PLAN)), 0)
+    wait_full(k_full, 0, STAGES)
+    _begin_turn(C, PLAN)
+    s = _multiply_queries(q_s.index(_own(0, C, PLAN)), k_s, 0, S_LAYOUT, PLAN)
+    _end_turn(C, PLAN)
+    b, h, m0, begin, blocks = _tile(tile_number(0), sizes, PLAN)
+    n0 = begin + (blocks - 1) * BLOCK_N
+    whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
+    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, 0, b, h, m0 + i, n0 + j, sizes, C, PLAN, S_LAYOUT)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(k_empty, 0, STAGES)
+    cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
+    s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
+    m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
+    pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
+    p = gl.convert_layout(pf.to(o.dtype), P_LAYOUT, assert_trivial=True)
+    acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
+    n = 1  # blocks of keys begun; p is that of block n - 1
 
+    for turn in range(tiles):
+        q = q_s.index(_own(turn, C, PLAN))
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             wait_full(k_full, n, STAGES)
             _begin_turn(C, PLAN)
-            k = k_s.index(slot(n, STAGES)).permute((1, 0))
-            s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+            s = _multiply_queries(q, k_s, n, S_LAYOUT, PLAN)
             wait_full(v_full, n - 1, STAGES)
             acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
             _end_turn(C, PLAN)
-            bias = _load_bias(X, by_query, bias_s, bias_full, bias_empty, n, n0, j, len_k, stride_bn, C, PLAN, S_LAYOUT)
+            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0 + i, n0 + j, sizes, C, PLAN,
+                              S_LAYOUT)
             s = warpgroup_mma_wait(1, deps=(s,))
             release(k_empty, n, STAGES)
             cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
             s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
-            pf, alpha, m, l = _softmax(s, m, l, unit, PLAN)
+            pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
             # ptxas moves a wait for products above the softmax, unless another wait, a branch, comes before it
             wait_full(v_full, n - 1, STAGES)
             acc, pf = warpgroup_mma_wait(0, deps=(acc, pf))
-            p = gl.convert_layout(pf.to(q.dtype), P_LAYOUT, assert_trivial=True)
             release(v_empty, n - 1, STAGES)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            p = gl.convert_layout(pf.to(o.dtype), P_LAYOUT, assert_trivial=True)
+            acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
             n += 1
+        mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
 
-        mbarrier.arrive(q_empty.index(C), count=1)
-        wait_full(v_full, n - 1, STAGES)
-        acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
-        seen = l > 0.0
-        l = gl.where(seen, l, 1.0)
-        lse = m * (LN2 if PLAN.FOLD else 1.0) + gl.log2(l) * LN2
-        lse = gl.where(seen, lse, float("-inf"))
-        gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + m0 + i, lse, mask=m0 + i < len_q)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        release(v_empty, n - 1, STAGES)
-        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        # the last product with values of this tile, beside the first with keys of the next
+        done_b, done_h, done_m0, done_m, done_l = b, h, m0, m, l
+        if turn + 1 < tiles:
+            mbarrier.wait(q_full.index(_own(turn + 1, C, PLAN)), lap(turn + 1, PLAN.Q_STAGES))
+            wait_full(k_full, n, STAGES)
+            _begin_turn(C, PLAN)
+            s = _multiply_queries(q_s.index(_own(turn + 1, C, PLAN)), k_s, n, S_LAYOUT, PLAN)
+            wait_full(v_full, n - 1, STAGES)
+            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+            _end_turn(C, PLAN)
+            b, h, m0, begin, blocks = _tile(tile_number(turn + 1), sizes, PLAN)
+            n0 = begin + (blocks - 1) * BLOCK_N
+            whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT,
+                                                 BLOCK_M)
+            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0 + i, n0 + j, sizes, C, PLAN,
+                              S_LAYOUT)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            release(k_empty, n, STAGES)
+            cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
+            s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
+            m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
+            pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
+            wait_full(v_full, n - 1, STAGES)
+            acc, pf = warpgroup_mma_wait(0, deps=(acc, pf))
+            release(v_empty, n - 1, STAGES)
+            p = gl.convert_layout(pf.to(o.dtype), P_LAYOUT, assert_trivial=True)
+            n += 1
+        else:
+            wait_full(v_full, n - 1, STAGES)
+            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+
+        seen = done_l > 0.0
+        done_l = gl.where(seen, done_l, 1.0)
+        acc = acc * gl.convert_layout(1.0 / done_l, O_ROWS)[:, None]
         tma.store_wait(0)  # the tile before has left
         gl.barrier()
         o.store(acc.to(o.dtype))
         fence_async_shared()
-        store_tile(Out, b, h, m0, 0, o)
+        store_tile(Out, done_b, done_h, done_m0 + C * BLOCK_M, 0, o)
+        lse = gl.where(seen, done_m * (LN2 if PLAN.FOLD else 1.0) + gl.log2(done_l) * LN2, float("-inf"))
+        gl.store(Lse + (done_b.to(gl.int64) * heads + done_h) * len_q + done_m0 + i, lse, mask=done_m0 + i < len_q)
+        acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
     tma.store_wait(0)
 
 
@@ -329,12 +378,12 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm,
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
                 PLAN: gl.constexpr):
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
-    q_s = make_tiles(Q, CONSUMERS)
+    q_s = make_tiles(Q, PLAN.Q_STAGES * CONSUMERS)
     k_s = make_tiles(K, PLAN.STAGES)
     v_s = make_tiles(V, PLAN.STAGES)
     o_s = make_tiles(Out, CONSUMERS)
-    q_full = make_barriers(CONSUMERS, 1)
-    q_empty = make_barriers(CONSUMERS, 1)
+    q_full = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
+    q_empty = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
     k_full = make_barriers(PLAN.STAGES, 1)
     k_empty = make_barriers(PLAN.STAGES, CONSUMERS)
     v_full = make_barriers(PLAN.STAGES, 1)
@@ -367,24 +416,27 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm,
         ], [4, 4, 1], [PLAN.REGISTERS, PLAN.REGISTERS, 24])
 
 
-def _bias_stages(config: Config, call: Call, dims: tuple[int, int]) -> int:
-    """Buffers of a bias that fit in shared memory beside all else; 0 where not one does."""
-    bias = call.x.bias
-    if bias is None or call.meta["BIAS"] != 3:
-        return 1
-    rows = config.consumers * config.block_m
-    used = (rows + config.stages * config.block_n) * sum(dims) * 2 + 1024
-    return min(2, (call.device.shared_memory - used) // (rows * config.block_n * bias.element_size()))
+def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]:
+    """(buffers of queries, of a bias) that fit in shared memory beside all else; (0, 0) where not one of each does."""
+    bias, rows = call.x.bias, config.consumers * config.block_m
+    q = rows * dims[0] * 2
+    free = call.device.shared_memory - 1024 - (rows * dims[1] + config.stages * config.block_n * sum(dims)) * 2
+    block = rows * config.block_n * bias.element_size() if bias is not None and call.meta["BIAS"] == 3 else 0
+    several = 2 if config.persistent else 1
+    for stages in ((several, 2), (several, 1), (1, 1)):
+        if stages[0] * q + stages[1] * block <= free:
+            return stages
+    return 0, 0
 
 
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
     config = CONFIGS[64 if max(dims) <= 64 else 128, call.right >= 0]
-    bias_stages = _bias_stages(config, call, dims)
-    if not bias_stages:
+    q_stages, bias_stages = _stages(config, call, dims)
+    if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
-        bias_stages = _bias_stages(config, call, dims)
+        q_stages, bias_stages = _stages(config, call, dims)
     bias = x.bias
     masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
     rows = config.consumers * config.block_m
@@ -399,8 +451,10 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         SINKS=x.sinks is not None,
         EARLY=True,
         CONSUMERS=config.consumers,
+        TURNS=config.turns and config.consumers > 1,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        Q_STAGES=q_stages,
         STAGES=config.stages,
         BIAS_STAGES=bias_stages,
         REGISTERS=config.registers,
