@@ -99,10 +99,10 @@ class Plan:
 
 @gluon.jit
 def _tile(t, sizes, PLAN: gl.constexpr):
-    """(batch, head, first query, first key, blocks of keys) of tile t.
+    """(batch, head, first query) of tile t.
 
-    Heads go in groups whose keys and values fit in L2. Under a causal mask the last queries, whose tiles are the
-    longest, come first. A tile that sees nothing has one block, all of it masked.
+    Heads go in groups whose keys and values fit in L2. Under a causal mask the last queries of a group, whose tiles are
+    the longest, come first.
     """
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
@@ -114,10 +114,17 @@ def _tile(t, sizes, PLAN: gl.constexpr):
     bh = first + r - block * size
     if PLAN.RIGHT:
         block = n_blocks - 1 - block
-    m0 = block * BLOCK_M
-    begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, PLAN.BLOCK_N)
     b = bh // heads
-    return b, bh - b * heads, m0, begin, gl.maximum((end - begin + PLAN.BLOCK_N - 1) // PLAN.BLOCK_N, 1)
+    return b, bh - b * heads, block * BLOCK_M
+
+
+@gluon.jit
+def _blocks(m0, sizes, PLAN: gl.constexpr):
+    """(first key, blocks of keys) of the tile of queries m0... One that sees nothing has a block, all of it masked."""
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
+    begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, PLAN.BLOCK_N)
+    return begin, gl.maximum((end - begin + PLAN.BLOCK_N - 1) // PLAN.BLOCK_N, 1)
 
 
 @gluon.jit
@@ -136,7 +143,8 @@ def _producer(Q, K, V, Bias, bias_b, bias_h, buffers, barriers, sizes, n_tiles, 
     STAGES: gl.constexpr = PLAN.STAGES
     n = 0
     for turn in range(tiles_of_program(n_tiles)):
-        b, h, m0, begin, blocks = _tile(tile_number(turn), sizes, PLAN)
+        b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
+        begin, blocks = _blocks(m0, sizes, PLAN)
         hk = h // (heads // kv_heads)
         for c in gl.static_range(CONSUMERS):
             i = _own(turn, c, PLAN)
@@ -172,9 +180,9 @@ def _end_turn(C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, i, j, sizes, C: gl.constexpr,
+def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C: gl.constexpr,
                PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """What is added to the scores of queries i and keys j, number n of the ring, to broadcast against them."""
+    """What is added to the scores of queries m0 + i and keys n0 + j, block n of the ring, to broadcast against them."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     stride_b, stride_h, stride_m, stride_n = bias_strides
     if PLAN.BIAS == FULL:
@@ -183,11 +191,11 @@ def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, i, j,
         release(bias_empty, n, PLAN.BIAS_STAGES)
         return bias
     elif PLAN.BIAS == KEY:
-        X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h)
-        return gl.load(X + j.to(gl.int64) * stride_n, mask=j < len_k, other=0)[None, :]
+        X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + n0.to(gl.int64) * stride_n)
+        return gl.load(X + j * stride_n, mask=j < len_k - n0, other=0)[None, :]
     elif PLAN.BIAS == QUERY:
-        X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h)
-        return gl.load(X + i.to(gl.int64) * stride_m, mask=i < len_q, other=0)[:, None]
+        X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + m0.to(gl.int64) * stride_m)
+        return gl.load(X + i * stride_m, mask=i < len_q - m0, other=0)[:, None]
     else:
         return 0.0
 
@@ -287,10 +295,11 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
     _begin_turn(C, PLAN)
     s = _multiply_queries(q_s.index(_own(0, C, PLAN)), k_s, 0, S_LAYOUT, PLAN)
     _end_turn(C, PLAN)
-    b, h, m0, begin, blocks = _tile(tile_number(0), sizes, PLAN)
+    b, h, m0 = _tile(tile_number(0), sizes, PLAN)
+    begin, blocks = _blocks(m0, sizes, PLAN)
     n0 = begin + (blocks - 1) * BLOCK_N
     whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
-    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, 0, b, h, m0 + i, n0 + j, sizes, C, PLAN, S_LAYOUT)
+    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, 0, b, h, m0, n0, i, j, sizes, C, PLAN, S_LAYOUT)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_empty, 0, STAGES)
     cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
@@ -303,6 +312,10 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
 
     for turn in range(tiles):
         q = q_s.index(_own(turn, C, PLAN))
+        # what follows from m0 is computed anew: Triton 3.6 forgets to carry what only bounds an inner loop
+        begin, blocks = _blocks(m0, sizes, PLAN)
+        n0 = begin + (blocks - 1) * BLOCK_N
+        whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             wait_full(k_full, n, STAGES)
@@ -311,7 +324,7 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
             wait_full(v_full, n - 1, STAGES)
             acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
             _end_turn(C, PLAN)
-            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0 + i, n0 + j, sizes, C, PLAN,
+            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C, PLAN,
                               S_LAYOUT)
             s = warpgroup_mma_wait(1, deps=(s,))
             release(k_empty, n, STAGES)
@@ -337,11 +350,12 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
             wait_full(v_full, n - 1, STAGES)
             acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
             _end_turn(C, PLAN)
-            b, h, m0, begin, blocks = _tile(tile_number(turn + 1), sizes, PLAN)
+            b, h, m0 = _tile(tile_number(turn + 1), sizes, PLAN)
+            begin, blocks = _blocks(m0, sizes, PLAN)
             n0 = begin + (blocks - 1) * BLOCK_N
             whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT,
                                                  BLOCK_M)
-            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0 + i, n0 + j, sizes, C, PLAN,
+            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C, PLAN,
                               S_LAYOUT)
             s = warpgroup_mma_wait(1, deps=(s,))
             release(k_empty, n, STAGES)
@@ -429,6 +443,14 @@ def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int
     return 0, 0
 
 
+def _group(most: int, call: Call, config: Config, rows: int) -> int:
+    """How many heads go together: `most` fit in L2. Persistent programs take about one and a half waves of tiles, so that
+    memory is read evenly and long tiles meet short ones; without a causal mask, a head at a time."""
+    if not config.persistent:
+        return most
+    return max(1, min(most, 3 * call.device.sms // (2 * -(-call.len_q // rows)))) if call.right >= 0 else 1
+
+
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
@@ -468,7 +490,9 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     if plan.BIAS == 3:
         blocks["Bias"] = (config.block_m, config.block_n)
     several = [0, 0] if bias is None else [int(n > 1) for n in bias.shape[:2]]
-    scalars = (*call.bias_strides, *several, *call.counts(), n_tiles, call.scale, o.softcap)
+    counts = list(call.counts())
+    counts[3] = _group(counts[3], call, config, rows)
+    scalars = (*call.bias_strides, *several, *counts, n_tiles, call.scale, o.softcap)
     meta = {"PLAN": plan, "num_warps": 4, "launch_pdl": True}
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
     return Launch(_fwd_kernel, programs, scalars, meta, 0, blocks)
