@@ -21,6 +21,7 @@ from adatom.tiles.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    keys_of_query,
     keys_seen,
     keys_shared,
     lap,
@@ -38,7 +39,6 @@ from adatom.tiles.hopper import (
     tile_number,
     tiles_of_program,
     tma,
-    visible,
     wait_empty,
     wait_for_previous,
     wait_full,
@@ -134,10 +134,9 @@ def _own(turn, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, bias_b, bias_h, buffers, barriers, sizes, n_tiles, PLAN: gl.constexpr):
+def _producer(Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
     """Keeps the rings full."""
-    q_s, k_s, v_s, bias_s, o_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = barriers
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     STAGES: gl.constexpr = PLAN.STAGES
@@ -216,7 +215,10 @@ def _scores(s, bias, i, j, cut, sizes, scale, softcap, PLAN: gl.constexpr):
             s = s + bias.to(gl.float32)
     if PLAN.MASK:
         if cut:
-            seen = visible(i[:, None], j[None, :], len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT)
+            first, last = keys_of_query(i, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT)
+            seen = j[None, :] <= last[:, None]
+            if PLAN.LEFT:
+                seen &= j[None, :] >= first[:, None]
             s = gl.where(seen, s, float("-inf"))
     return s
 
@@ -256,25 +258,76 @@ def _nothing_seen(Sinks, h, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_queries(q, k_s, n, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
-    """Begin s = q k^T for block n."""
+def _multiply_queries(turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin s = q k^T for block n, of the tile of this turn."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     k = k_s.index(slot(n, PLAN.STAGES)).permute((1, 0))
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(q_s.index(_own(turn, C, PLAN)), k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_tiles, scale, softcap, C: gl.constexpr,
+def _multiply_both(p, acc, turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """When it is this consumer's turn, begin s = q k^T for block n, and acc += p v for the block before."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    wait_full(k_full, n, PLAN.STAGES)
+    _begin_turn(C, PLAN)
+    s = _multiply_queries(turn, n, rings, C, PLAN, LAYOUT)
+    wait_full(v_full, n - 1, PLAN.STAGES)
+    acc = warpgroup_mma(p, v_s.index(slot(n - 1, PLAN.STAGES)), acc, is_async=True)
+    _end_turn(C, PLAN)
+    return s, acc
+
+
+@gluon.jit
+def _probabilities(s, m, l, n, b, h, m0, n0, given, rings, PENDING: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr,
+                   LAYOUT: gl.constexpr):
+    """Wait for the scores of block n, whose first key is n0; then a step of the softmax: (p, alpha, m, l).
+
+    PENDING: products begun later, which are left under way."""
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    Bias, bias_strides, sizes, scale, softcap = given
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    first = m0 + C * BLOCK_M
+    i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, j, sizes, C, PLAN,
+                      LAYOUT)
+    s = warpgroup_mma_wait(PENDING, deps=(s,))
+    release(k_empty, n, PLAN.STAGES)
+    begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
+    cut = (n0 < begin) | (n0 + BLOCK_N > end)
+    s = _scores(s, bias, first + i, n0 + j, cut, sizes, scale, softcap, PLAN)
+    return _softmax(s, m, l, scale, PLAN)
+
+
+@gluon.jit
+def _settle(acc, p, n, rings, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Wait for acc += p v of block n, with the p of the block after at hand: (acc, that p as a left operand).
+
+    ptxas moves the wait for products above the softmax, unless another wait, a branch, comes before it.
+    """
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    wait_full(v_full, n, PLAN.STAGES)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    release(v_empty, n, PLAN.STAGES)
+    return acc, gl.convert_layout(p.to(o_s.dtype), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
               PLAN: gl.constexpr):
     """Computes BLOCK_M rows of out and lse of every tile."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
-    q_s, k_s, v_s, bias_s, o_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = barriers
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    given = (Bias, bias_strides, sizes, scale, softcap)
     DIM_V: gl.constexpr = o_s.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16])
@@ -282,108 +335,49 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, buffers, barriers, sizes, n_t
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
-    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     o = o_s.index(C)
-    offset = len_k - len_q
-    tiles = tiles_of_program(n_tiles)
     if PLAN.TURNS and C == PLAN.CONSUMERS - 1:
         named_arrive(TURN, 256)  # the first consumer begins
 
-    # the first block of the first tile
-    mbarrier.wait(q_full.index(_own(0, C, PLAN)), 0)
-    wait_full(k_full, 0, STAGES)
-    _begin_turn(C, PLAN)
-    s = _multiply_queries(q_s.index(_own(0, C, PLAN)), k_s, 0, S_LAYOUT, PLAN)
-    _end_turn(C, PLAN)
-    b, h, m0 = _tile(tile_number(0), sizes, PLAN)
-    begin, blocks = _blocks(m0, sizes, PLAN)
-    n0 = begin + (blocks - 1) * BLOCK_N
-    whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
-    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, 0, b, h, m0, n0, i, j, sizes, C, PLAN, S_LAYOUT)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    release(k_empty, 0, STAGES)
-    cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
-    s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
-    m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
-    pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
-    p = gl.convert_layout(pf.to(o.dtype), P_LAYOUT, assert_trivial=True)
-    acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
-    n = 1  # blocks of keys begun; p is that of block n - 1
-
-    for turn in range(tiles):
-        q = q_s.index(_own(turn, C, PLAN))
-        # what follows from m0 is computed anew: Triton 3.6 forgets to carry what only bounds an inner loop
+    n = 0  # blocks of keys begun
+    for turn in range(tiles_of_program(n_tiles)):
+        mbarrier.wait(q_full.index(_own(turn, C, PLAN)), lap(turn, PLAN.Q_STAGES))
+        wait_full(k_full, n, STAGES)
+        _begin_turn(C, PLAN)
+        s = _multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
+        _end_turn(C, PLAN)
+        b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
         begin, blocks = _blocks(m0, sizes, PLAN)
         n0 = begin + (blocks - 1) * BLOCK_N
-        whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
+        m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
+        acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
+        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, given, rings, 0, C, PLAN, S_LAYOUT)
+        p = gl.convert_layout(p.to(o.dtype), P_LAYOUT, assert_trivial=True)
+        n += 1
+
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
-            wait_full(k_full, n, STAGES)
-            _begin_turn(C, PLAN)
-            s = _multiply_queries(q, k_s, n, S_LAYOUT, PLAN)
-            wait_full(v_full, n - 1, STAGES)
-            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
-            _end_turn(C, PLAN)
-            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C, PLAN,
-                              S_LAYOUT)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            release(k_empty, n, STAGES)
-            cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
-            s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
-            pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
-            # ptxas moves a wait for products above the softmax, unless another wait, a branch, comes before it
-            wait_full(v_full, n - 1, STAGES)
-            acc, pf = warpgroup_mma_wait(0, deps=(acc, pf))
-            release(v_empty, n - 1, STAGES)
-            p = gl.convert_layout(pf.to(o.dtype), P_LAYOUT, assert_trivial=True)
+            s, acc = _multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, given, rings, 1, C, PLAN, S_LAYOUT)
+            acc, p = _settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
             acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
             n += 1
+
         mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
-
-        # the last product with values of this tile, beside the first with keys of the next
-        done_b, done_h, done_m0, done_m, done_l = b, h, m0, m, l
-        if turn + 1 < tiles:
-            mbarrier.wait(q_full.index(_own(turn + 1, C, PLAN)), lap(turn + 1, PLAN.Q_STAGES))
-            wait_full(k_full, n, STAGES)
-            _begin_turn(C, PLAN)
-            s = _multiply_queries(q_s.index(_own(turn + 1, C, PLAN)), k_s, n, S_LAYOUT, PLAN)
-            wait_full(v_full, n - 1, STAGES)
-            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
-            _end_turn(C, PLAN)
-            b, h, m0 = _tile(tile_number(turn + 1), sizes, PLAN)
-            begin, blocks = _blocks(m0, sizes, PLAN)
-            n0 = begin + (blocks - 1) * BLOCK_N
-            whole_begin, whole_end = keys_shared(m0 + C * BLOCK_M, offset, len_k, left, right, PLAN.LEFT, PLAN.RIGHT,
-                                                 BLOCK_M)
-            bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C, PLAN,
-                              S_LAYOUT)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            release(k_empty, n, STAGES)
-            cut = (n0 < whole_begin) | (n0 + BLOCK_N > whole_end)
-            s = _scores(s, bias, m0 + i, n0 + j, cut, sizes, scale, softcap, PLAN)
-            m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
-            pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
-            wait_full(v_full, n - 1, STAGES)
-            acc, pf = warpgroup_mma_wait(0, deps=(acc, pf))
-            release(v_empty, n - 1, STAGES)
-            p = gl.convert_layout(pf.to(o.dtype), P_LAYOUT, assert_trivial=True)
-            n += 1
-        else:
-            wait_full(v_full, n - 1, STAGES)
-            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-
-        seen = done_l > 0.0
-        done_l = gl.where(seen, done_l, 1.0)
-        acc = acc * gl.convert_layout(1.0 / done_l, O_ROWS)[:, None]
+        wait_full(v_full, n - 1, STAGES)
+        acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+        seen = l > 0.0
+        l = gl.where(seen, l, 1.0)
+        lse = gl.where(seen, m * (LN2 if PLAN.FOLD else 1.0) + gl.log2(l) * LN2, float("-inf"))
+        gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + m0 + i, lse, mask=m0 + i < len_q)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        release(v_empty, n - 1, STAGES)
+        acc = acc * gl.convert_layout(1.0 / l, O_ROWS)[:, None]
         tma.store_wait(0)  # the tile before has left
         gl.barrier()
         o.store(acc.to(o.dtype))
         fence_async_shared()
-        store_tile(Out, done_b, done_h, done_m0 + C * BLOCK_M, 0, o)
-        lse = gl.where(seen, done_m * (LN2 if PLAN.FOLD else 1.0) + gl.log2(done_l) * LN2, float("-inf"))
-        gl.store(Lse + (done_b.to(gl.int64) * heads + done_h) * len_q + done_m0 + i, lse, mask=done_m0 + i < len_q)
-        acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
+        store_tile(Out, b, h, m0 + C * BLOCK_M, 0, o)
     tma.store_wait(0)
 
 
@@ -411,22 +405,21 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm,
     fence_async_shared()
     let_next(PLAN.EARLY)
     wait_for_previous(PLAN.EARLY)
-    buffers = (q_s, k_s, v_s, bias_s, o_s)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
+    rings = (q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     strides = (stride_bb, stride_bh, stride_bm, stride_bn)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, strides, buffers, barriers, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, buffers, barriers, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_producer, (Q, K, V, Bias, bias_b, bias_h, buffers, barriers, sizes, n_tiles, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_producer, (Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
         ], [4, 1], [PLAN.REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, strides, buffers, barriers, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, buffers, barriers, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, buffers, barriers, sizes, n_tiles, scale, softcap, 2, PLAN)),
-            (_producer, (Q, K, V, Bias, bias_b, bias_h, buffers, barriers, sizes, n_tiles, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
+            (_producer, (Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
         ], [4, 4, 1], [PLAN.REGISTERS, PLAN.REGISTERS, 24])
 
 
@@ -444,8 +437,8 @@ def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int
 
 
 def _group(most: int, call: Call, config: Config, rows: int) -> int:
-    """How many heads go together: `most` fit in L2. Persistent programs take about one and a half waves of tiles, so that
-    memory is read evenly and long tiles meet short ones; without a causal mask, a head at a time."""
+    """How many heads go together: `most` fit in L2. Persistent programs take about one and a half waves of tiles, so
+    that memory is read evenly and long tiles meet short ones; without a causal mask, a head at a time."""
     if not config.persistent:
         return most
     return max(1, min(most, 3 * call.device.sms // (2 * -(-call.len_q // rows)))) if call.right >= 0 else 1
