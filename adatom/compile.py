@@ -7,6 +7,7 @@ shared memory, tensor-core and TMA instructions.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -80,8 +81,10 @@ class Report(NamedTuple):
 
     registers: per thread. spill: bytes of register spill stores; spill_allowed: what its configuration allows. shared:
     bytes of shared memory. tensor_cores: tensor-core instructions by kind. tma_loads, tma_stores: bulk tensor copies.
-    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. seconds:
-    time to compile, near 0 if Triton's cache had it. failure: None, or why this specialisation fails.
+    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. waits:
+    for products of warpgroups. overlap: the fewest exponentials between a wait that leaves a product under way and the
+    next wait; None without such a wait. seconds: time to compile, near 0 if Triton's cache had it. failure: None, or
+    why this specialisation fails.
     """
 
     arch: str
@@ -101,6 +104,8 @@ class Report(NamedTuple):
     local_loads: int = 0
     local_stores: int = 0
     traps: int = 0
+    waits: int = 0
+    overlap: int | None = None
     seconds: float = 0.0
     failure: str | None = None
 
@@ -247,6 +252,8 @@ def _weightless(arg: Any) -> Any:
 # -- reading machine code ---------------------------------------------------------------------------------------------
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+# what lies between a wait for all products of a warpgroup but the last one, and the wait for that
+_OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR", re.DOTALL)
 _TENSOR_CORE = re.compile(r"(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC\w*MMA)")
 
 
@@ -264,7 +271,8 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
-        counts = Counter(_INSTRUCTION.findall(_run("nvdisasm", "-c", file.name)))
+        text = _run("nvdisasm", "-c", file.name)
+    counts = Counter(_INSTRUCTION.findall(text))
 
     def count(prefix: str) -> int:
         return sum(n for name, n in counts.items() if name.startswith(prefix))
@@ -287,7 +295,17 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "local_loads": count("LDL"),
         "local_stores": count("STL"),
         "traps": count("BPT.TRAP"),
+        "waits": count("WARPGROUP.DEPBAR"),
+        "overlap": min((between.count("MUFU.EX2") for between in _OVERLAP.findall(text)), default=None),
     }
+
+
+def _flat(meta: dict[str, Any]) -> dict[str, Any]:
+    """Launch options and constexprs; a dataclass among these stands for its fields."""
+    flat: dict[str, Any] = {}
+    for name, value in meta.items():
+        flat |= dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {name: value}  # type: ignore[arg-type]
+    return flat
 
 
 def _reason(error: BaseException) -> str:
@@ -307,7 +325,7 @@ def build(spec: Spec) -> Report:
         spec.backend,
         _name(spec.kernel),
         spec.case,
-        {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in spec.meta.items()},
+        {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in _flat(spec.meta).items()},
         spill_allowed=spec.spill * 5 // 4,  # tuned under one Triton; another may spill a quarter more
         shared_limit=limit,
     )
@@ -326,7 +344,21 @@ def build(spec: Spec) -> Report:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
     if report.spill > report.spill_allowed:
         return report._replace(failure=f"spills {report.spill} bytes; its configuration allows {report.spill_allowed}")
+    if spec.backend.startswith("hopper"):
+        return report._replace(failure=_schedule(report))
     return report
+
+
+def _schedule(report: Report) -> str | None:
+    """What the compiler did to the schedule of a Hopper kernel: it may move waits, or wait for each product."""
+    products = report.tensor_cores.get("HGMMA", 0)
+    if not products:
+        return "does not multiply by warpgroups"
+    if 2 * report.waits > products:
+        return f"waits {report.waits} times for {products} products: they are serialised"
+    if report.op == "attention_fwd" and (report.overlap or 0) < report.meta["BLOCK_N"] // 4:
+        return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
+    return None
 
 
 _specs: list[Spec] = []  # what worker processes inherit by fork: kernels and arguments do not travel in pickles
@@ -369,7 +401,7 @@ def build_all(specs: list[Spec], jobs: int, advance: Callable[[Report], None]) -
 
 def build_failed(spec: Spec) -> Report:
     """The report of a specialisation whose compiler process died."""
-    kernel, meta = _name(spec.kernel), {k: str(v) for k, v in spec.meta.items()}
+    kernel, meta = _name(spec.kernel), {k: str(v) for k, v in _flat(spec.meta).items()}
     return Report(f"sm_{spec.arch}", spec.op, spec.backend, kernel, spec.case, meta, failure="the compiler died")
 
 

@@ -81,6 +81,7 @@ class Problem(NamedTuple):
     varlen: bool
     deterministic: bool
     tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
+    bias_tma: bool  # so do those of the bias, and its keys are contiguous; True without one
 
 
 def bias_kind(bias: torch.Tensor | None) -> str:
@@ -109,9 +110,13 @@ def _ceil_pow2(n: int) -> int:
 
 
 def _suits_tma(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
+    bytes."""
     for x in tensors:
         size = x.element_size()
-        if x.data_ptr() % 16 or any(s * size % 16 for s in x.stride()[:-1]):
+        if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            return False
+        if any(n > 1 and (s <= 0 or s * size % 16) for n, s in zip(x.shape[:-1], x.stride())):
             return False
     return True
 
@@ -126,9 +131,9 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         seqlen_q, heads, head_dim = q.shape
         seqlen_k, kv_heads = k.shape[:2]
         batch = x.cu_seqlens_q.shape[0] - 1
-    bias = x.bias
+    bias, device = x.bias, facts(q.device)
     return Problem(
-        facts(q.device),
+        device,
         q.dtype,
         o.precision,
         _ceil_pow2(batch),
@@ -150,7 +155,8 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.kv_lens is not None,
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
-        q.device.type == "cuda" and _suits_tma(q, k, v),
+        device.kind == "cuda" and _suits_tma(q, k, v),
+        device.kind == "cuda" and (bias is None or _suits_tma(bias)),
     )
 
 
