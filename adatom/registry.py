@@ -44,6 +44,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
+    Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),

@@ -41,3 +41,23 @@ def triton_second(p: Problem) -> str | None:
     if wide and p.device.kind == "cuda" and p.device.shared_memory < 128 * 1024:
         return f"{p.precision} beyond head_dim 128 needs 128 KB of shared memory; sm_{p.device.arch} has less"
     return None
+
+
+def hopper_bwd(p: Problem) -> str | None:
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 40 to 128, no bias, whole batches."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs an sm_90 GPU (H100, H200)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    if p.bias != "none":
+        return "takes no bias"
+    if p.kv_lens or p.varlen:
+        return "takes neither kv_lens nor packed sequences"
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 128:
+            return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
+    if max(p.head_dim, p.head_dim_v) <= 32:
+        return "tiles for head_dim 64 are slow at 32 and below"
+    if not p.tma:
+        return "reads by TMA, which needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None

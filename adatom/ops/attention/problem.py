@@ -135,7 +135,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.kv_lens is not None,
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
-        q.device.type == "cuda" and _suits_tma(q, k, v),
+        facts(q.device).kind == "cuda" and _suits_tma(q, k, v),
     )
 
 

@@ -1,0 +1,456 @@
+"""Attention backward on Hopper (Gluon): a producer warp feeds queries and dO to two consumer warpgroups by TMA.
+
+    P = exp(S - lse);  dP = dO V^T;  dS = P (dP - delta);  delta = rowsum(dO O) - dlse
+    dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dsinks = -sum exp(sink - lse) delta
+
+A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys.
+S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and
+dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a
+float32 sum in memory by TMA, in whatever order programs come to it. That order alone varies from run to run: dK and dV
+repeat bit for bit, dQ but for rounding. A kernel ahead computes delta and clears the sum, one behind rounds it to dQ.
+Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered, sink_grad
+from adatom.tiles import launch
+from adatom.tiles.hopper import (
+    LOG2E,
+    Launch,
+    as_matrix,
+    blocks_of_queries,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    load_rows,
+    load_rows_and_numbers,
+    make_barriers,
+    make_tiles,
+    mbarrier,
+    named_sync,
+    release,
+    slot,
+    store_rows,
+    tanh,
+    tma,
+    visible,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from adatom.tiles.triton import after_previous, at, load_tile
+
+BLOCK_N = gl.constexpr(128)  # keys of a program
+HALF = gl.constexpr(64)  # keys of a consumer; rows and columns of the piece of dQ that it multiplies
+BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
+
+
+_L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
+
+
+class Config(NamedTuple):
+    """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and of
+    dO; registers of a consumer's thread; persistent: as many programs as multiprocessors; spill: bytes of registers it
+    may spill (options cost registers)."""
+
+    block_m: int
+    parts: int
+    stages: int
+    registers: int
+    persistent: bool
+    spill: int = 512
+
+
+# (head_dim in memory, whether a mask makes the work of programs unequal) -> tile
+CONFIGS: dict[tuple[int, bool], Config] = {
+    (64, False): Config(128, 2, 2, 240, True),
+    (64, True): Config(128, 2, 2, 240, False),
+    (128, False): Config(64, 1, 2, 240, True),
+    (128, True): Config(64, 1, 2, 240, False),
+}
+
+
+# -- what producer and consumers agree on ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+          BLOCK_M: gl.constexpr):
+    """(batch, head of keys, first key, first block of queries, first and last that need no mask, number) of tile t.
+
+    Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
+    first. A tile that no query sees has one block, all of it masked.
+    """
+    n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
+    first = t // (group * n_blocks) * group
+    size = gl.minimum(group, n_heads - first)
+    r = t - first * n_blocks
+    block = r // size
+    bh = first + r - block * size
+    b = bh // kv_heads
+    n0 = block * BLOCK_N
+    begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, LEFT, RIGHT, BLOCK_M,
+                                                           BLOCK_N)
+    begin = gl.minimum(begin, (len_q - 1) // BLOCK_M)
+    return b, bh - b * kv_heads, n0, begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
+
+
+@gluon.jit
+def _next_block(m, h, begin, blocks):
+    """The next block of queries: of this head, or the first one of the next that shares the keys."""
+    last = m + 1 == begin + blocks
+    return gl.where(last, begin, m + 1), gl.where(last, h + 1, h)
+
+
+@gluon.jit
+def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
+              n_tiles, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s = tiles
+    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty = bars
+    sharing = heads // kv_heads
+    padded = (len_q + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, begin, _, _, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT, RIGHT,
+                                               BLOCK_M)
+        wait_empty(kv_empty, turn, 1)
+        load_rows(K, b, hk, n0, k_full.index(0), k_s.index(0))
+        m, h = begin, hk * sharing
+        for j in range(blocks * sharing):
+            i = slot(n, STAGES)
+            start = (b * heads + h) * padded + m * BLOCK_M
+            wait_empty(q_empty, n, STAGES)
+            load_rows_and_numbers(Q, b, h, m * BLOCK_M, Lse, start, q_full.index(i), q_s.index(i), lse_s.index(i))
+            if j == 0:
+                load_rows(V, b, hk, n0, v_full.index(0), v_s.index(0))
+            wait_empty(do_empty, n, STAGES)
+            load_rows_and_numbers(DOut, b, h, m * BLOCK_M, Delta, start, do_full.index(i), do_s.index(i),
+                                  delta_s.index(i))
+            m, h = _next_block(m, h, begin, blocks)
+            n += 1
+        turn += 1
+
+
+# -- consumers ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _pieces(dq):
+    """A [64, 64] accumulator as [32, 128] in which a thread holds 16 bytes in a row, and a warp 512: no data moves."""
+    return dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([32, 128])
+
+
+@gluon.jit
+def _walk(dk, dv, n, DQ, tiles, bars, b, hk, n0, begin, whole_begin, whole_end, blocks, heads, kv_heads, len_q, len_k,
+          left, right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+          RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """dK and dV of a consumer's keys, and its pieces of dQ, over all blocks of queries; also the uses of the rings.
+
+    The comments name the products under way, the eldest first.
+    """
+    PART: gl.constexpr = BLOCK_M // PARTS
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    KEYS: gl.constexpr = gl.SliceLayout(1, S)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, S)
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s = tiles
+    _, _, _, q_full, q_empty, do_full, do_empty = bars
+    k = k_s.index(0).slice(C * HALF, HALF, dim=0)
+    v = v_s.index(0).slice(C * HALF, HALF, dim=0)
+    zeros = gl.zeros([HALF, PART], gl.float32, S)
+    sharing = heads // kv_heads
+    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
+    keys = (n0 + C * HALF + gl.arange(0, HALF, layout=KEYS))[:, None]
+    m, h = begin, hk * sharing
+    for _ in range(blocks * sharing):
+        i = slot(n, STAGES)
+        ds_i = ds_s.index(n & 1)
+        cut = (m < whole_begin) | (m >= whole_end) | (n0 + BLOCK_N > len_k)
+        wait_full(q_full, n, STAGES)
+        q = q_s.index(i).slice(0, PART, dim=0)
+        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        wait_full(do_full, n, STAGES)
+        do = do_s.index(i).slice(0, PART, dim=0)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        for part in gl.static_range(PARTS):
+            lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
+            if part == 0:  # S, dP
+                s = warpgroup_mma_wait(1, deps=(s,))
+            else:  # dV, S, dK, dP
+                s, dv = warpgroup_mma_wait(2, deps=(s, dv))
+            if SOFTCAP:
+                t = tanh(s * (scale / softcap))
+                s = t * (softcap * LOG2E) - lse[None, :]
+            else:
+                s = s * (scale * LOG2E) - lse[None, :]
+            if LEFT or RIGHT or not EVEN_N:
+                if cut:
+                    queries = (m * BLOCK_M + part * PART + gl.arange(0, PART, layout=QUERIES))[None, :]
+                    seen = visible(queries, keys, len_k - len_q, len_k, left, right, LEFT, RIGHT)
+                    s = gl.where(seen, s, float("-inf"))
+            p = gl.exp2(s)
+            p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
+            dv = warpgroup_mma(p16, do, dv, is_async=True)
+            delta = delta_s.index(i).slice(part * PART, PART).load(QUERIES)
+            if part + 1 < PARTS:  # dP, dV, S
+                q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
+                s = warpgroup_mma(k, q_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dp = warpgroup_mma_wait(2, deps=(dp,))
+            elif PARTS > 1:  # dK, dP, dV
+                dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
+            else:  # dP, dV
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = p * (dp - delta[None, :])
+            if SOFTCAP:
+                ds *= 1.0 - t * t
+            ds = ds.to(q.dtype)
+            ds_i.slice(C * HALF, HALF, dim=0).slice(part * PART, PART, dim=1).store(ds)
+            ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+            if part + 1 < PARTS:  # dV, S, dK, dP
+                dk = warpgroup_mma(ds16, q, dk, is_async=True)
+                q = q_next
+                do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
+                dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        fence_async_shared()
+        named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
+        zeros_dq = gl.zeros([HALF, HALF], gl.float32, DQ_LAYOUT)
+        if D == HALF:  # this consumer's queries
+            ds_c = ds_i.slice(C * HALF, HALF, dim=1).permute((1, 0))
+            dq = warpgroup_mma(ds_c, k_s.index(0), zeros_dq, use_acc=False, is_async=True)
+        else:  # its columns
+            k_c = k_s.index(0).slice(C * HALF, HALF, dim=1)
+            dq = warpgroup_mma(ds_i.permute((1, 0)), k_c, zeros_dq, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
+        release(do_empty, n, STAGES)
+        tma.store_wait(0)  # what was added last has left shared memory
+        dq_s.index(C).store(_pieces(dq))
+        fence_async_shared()
+        tma.async_atomic_add(DQ, [((b * heads + h) * n_m + m) * HALF + C * (HALF // 2), 0], dq_s.index(C))
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        release(q_empty, n, STAGES)
+        m, h = _next_block(m, h, begin, blocks)
+        n += 1
+    return dk, dv, n
+
+
+@gluon.jit
+def _consumer(DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
+              softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+              RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
+              STAGES: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    _, _, _, _, _, _, _, dq_s = tiles
+    k_full, v_full, kv_empty, _, _, _, _ = bars
+    result = dq_s.index(C).reinterpret(DV.dtype, [128 // D, HALF, D], as_matrix(DV.layout))
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, begin, whole_begin, whole_end, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right,
+                                                                 LEFT, RIGHT, BLOCK_M)
+        wait_full(k_full, turn, 1)
+        wait_full(v_full, turn, 1)
+        dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
+        dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
+        dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, b, hk, n0, begin, whole_begin, whole_end, blocks, heads, kv_heads,
+                          len_q, len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS,
+                          STAGES)
+        release(kv_empty, turn, 1)
+        turn += 1
+        tma.store_wait(0)
+        result.index(0).store(dv.to(DV.dtype))
+        fence_async_shared()
+        store_rows(DV, b, hk, n0 + C * HALF, result.index(0))
+        dk *= scale
+        if D == 128:  # there is room for one
+            tma.store_wait(0)
+        result.index(128 // D - 1).store(dk.to(DK.dtype))
+        fence_async_shared()
+        store_rows(DK, b, hk, n0 + C * HALF, result.index(128 // D - 1))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_tiles"])
+def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
+                n_tiles, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr, BLOCK_M: gl.constexpr,
+                PARTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+    """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
+
+    Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
+    rounded up to BLOCK_M; Lse in log2 units, +inf where a query sees nothing or does not exist. DQ: float32 [-1, 128],
+    the pieces of `_pieces` by batch, head, block of queries and consumer.
+    """
+    k_s = make_tiles(K, 1)
+    v_s = make_tiles(V, 1)
+    q_s = make_tiles(Q, STAGES)
+    do_s = make_tiles(DOut, STAGES)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Delta.layout)
+    ds_s = gl.allocate_shared_memory(Q.dtype, [2, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, HALF // 2, 128], DQ.layout)
+    k_full = make_barriers(1, 1)
+    v_full = make_barriers(1, 1)
+    kv_empty = make_barriers(1, 2)
+    q_full = make_barriers(STAGES, 1)
+    q_empty = make_barriers(STAGES, 2)
+    do_full = make_barriers(STAGES, 1)
+    do_empty = make_barriers(STAGES, 2)
+    fence_async_shared()
+    tiles = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s)
+    bars = (k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
+    wait_for_previous(EARLY)
+    let_next(EARLY)
+    gl.warp_specialize([
+        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
+                     softcap, 0, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS, STAGES)),
+        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
+                     softcap, 1, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS, STAGES)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
+                     n_tiles, LEFT, RIGHT, BLOCK_M, STAGES)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+
+
+# -- before and behind -------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
+def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
+                   stride_gm, heads, len_q, n_m, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
+                   DLSE: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ."""
+    after_previous(EARLY)
+    pid = tl.program_id(0)
+    bh = pid // n_m
+    m0 = (pid - bh * n_m) * BLOCK_M
+    b = bh // heads
+    h = bh - b * heads
+    i = tl.arange(0, BLOCK_M)
+    some = m0 + i < len_q
+    at_q = tl.cast(bh, tl.int64) * len_q + m0 + i
+    at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
+    zeros = tl.arange(0, BLOCK_M * D)
+    tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
+    o = load_tile(Out + at(b, h, 0, stride_ob, stride_oh, stride_om), b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
+                  BLOCK_DV, False, False)
+    do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V,
+                   BLOCK_DV, False, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if DLSE:
+        delta -= tl.load(DLse + at_q, mask=some, other=0.0)
+    lse = tl.load(Lse + at_q, mask=some, other=float("-inf"))
+    tl.store(Rows + at_padded, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    tl.store(Delta + at_padded, delta)
+
+
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
+def _behind_kernel(Sum, DQ, stride_b, stride_h, stride_m, heads, len_q, n_m, scale, HEAD_DIM: tl.constexpr,
+                   D: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
+    """dQ of a piece of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
+    after_previous(EARLY)
+    pid = tl.program_id(0)
+    block = pid // 2
+    bh = block // n_m
+    m0 = (block - bh * n_m) * BLOCK_M
+    col0 = 0
+    if D == 128:
+        col0 = pid % 2 * 64
+    else:
+        m0 += pid % 2 * 64
+    x = tl.load(Sum + tl.cast(pid, tl.int64) * 4096 + tl.arange(0, 4096)) * scale
+    x = tl.reshape(x, (4, 8, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, 64))
+    i = m0 + tl.arange(0, 64)[:, None]
+    d = col0 + tl.arange(0, 64)[None, :]
+    b = bh // heads
+    ptr = DQ + at(b, bh - b * heads, m0, stride_b, stride_h, stride_m) + (i - m0) * stride_m + d
+    tl.store(ptr, x.to(DQ.dtype.element_ty), mask=(i < len_q) & (d < HEAD_DIM))
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """The launches of one backward, and the shape of its float32 sum of dQ: what follows from shapes and options."""
+
+    before: launch.Launch
+    main: Launch
+    behind: launch.Launch
+    padded: int  # queries of a (batch, head) in whole blocks
+    dim: int
+
+
+def _plan(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool) -> Plan:
+    call = Call(x, o)
+    dim = 64 if max(call.head_dim, call.head_dim_v) <= 64 else 128
+    config = CONFIGS[dim, call.left >= 0 or call.right >= 0]
+    m = config.block_m
+    n_m = -(-call.len_q // m)
+    n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
+    early = {"EARLY": True, "launch_pdl": True, "num_warps": 4}
+    before = launch.Launch(
+        _before_kernel, call.batch * call.heads * n_m,
+        (*call.strides(out), *call.strides(dout), call.heads, call.len_q, n_m),
+        early | {
+            "HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"], "D": dim, "DLSE": dlse, "BLOCK_M": m
+        },
+    )  # fmt: skip
+    n_heads = call.batch * call.kv_heads
+    head_bytes = call.heads // max(call.kv_heads, 1) * call.len_q * dim * 8  # queries, dO and the sum of dQ
+    group = max(1, min(n_heads, _L2_BYTES // head_bytes))
+    counts = (
+        call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale,
+        o.softcap,
+    )  # fmt: skip
+    main = Launch(
+        _bwd_kernel, min(n_tiles, call.device.sms) if config.persistent else n_tiles, counts,
+        early | {
+            "D": dim, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
+            "EVEN_N": call.len_k % BLOCK_N.value == 0, "BLOCK_M": m, "PARTS": config.parts, "STAGES": config.stages,
+            "REGISTERS": config.registers,
+        },
+        config.spill,
+        {
+            "Q": (m, dim), "K": (128, dim), "V": (128, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
+            "DK": (64, dim), "DV": (64, dim), "DQ": (32, 128),
+        },
+    )  # fmt: skip
+    behind = launch.Launch(
+        _behind_kernel, call.batch * call.heads * n_m * 2,
+        (*call.strides(dq), call.heads, call.len_q, n_m, call.scale),
+        early | {"HEAD_DIM": call.head_dim, "D": dim, "BLOCK_M": m},
+    )  # fmt: skip
+    return Plan(before, main, behind, n_m * m, dim)
+
+
+def backward(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    wanted: bool,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, None for dbias (there is no bias), dsinks. dq is summed in an order that varies from run to run."""
+    dlse = None if dlse is None else dlse.contiguous()
+    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:3]) or dout.data_ptr() % 16:
+        dout = dout.contiguous()  # for TMA
+    batch, heads, len_q, _ = x.q.shape
+    dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
+    if not x.q.numel() or not x.k.numel():
+        dsinks = None if x.sinks is None else torch.zeros_like(x.sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks
+    plan = remembered(x, "bwd", lambda: _plan(x, o, out, dout, dq, dlse is not None))
+    rows, delta = empty((2, batch, heads, plan.padded), lse).unbind()
+    total = empty((batch * heads * plan.padded * plan.dim // 128, 128), lse)
+    plan.before(out, dout, lse, dlse, rows, delta, total)
+    plan.main(x.q, x.k, x.v, dout, rows.view(-1), delta.view(-1), dk, dv, total)
+    plan.behind(total, dq)
+    return dq, dk, dv, None, None if x.sinks is None else sink_grad(x, lse, delta[..., :len_q])

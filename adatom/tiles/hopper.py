@@ -1,0 +1,304 @@
+"""Device code that the Hopper kernels share (Gluon): rings of barriers, TMA, named barriers, masks, and their launch.
+
+A kernel is one producer warp, which only issues TMA copies, and consumer warpgroups, which multiply. They meet at rings
+of barriers: use number n of a ring of STAGES buffers lies in slot n % STAGES; `full` barriers say that it has arrived,
+`empty` ones that all consumers have read what was there before. Tensors are (batch, heads, length, dim); a tile is the
+box [1, 1, rows, dim] of one, zero outside it, and a matrix [rows, dim] in shared memory.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as _gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from adatom.tiles import launch
+
+__all__ = ["gl", "gluon", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"]
+
+# -- Triton 3.6 to 3.9: kernels use the names of 3.9 -------------------------------------------------------------------
+
+
+@_core.builtin
+def _async_atomic_add(tensor_desc, coord, src, _semantic=None):  # until 3.8 lowered, but without a name
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@_core.builtin
+def _barrier(_semantic=None):  # 3.6 calls it thread_barrier
+    _semantic.debug_barrier()
+
+
+def _with(module: ModuleType, **missing: Any) -> Any:
+    """The module with what it lacks; its name tells Triton that it is part of Triton."""
+    overlay = ModuleType(module.__name__)
+    overlay.__dict__.update({k: v for k, v in missing.items() if not hasattr(module, k)}, **vars(module))
+    return overlay
+
+
+gl = _with(_gl, barrier=_barrier)
+tma = _with(
+    _tma,
+    async_load=_tma.async_copy_global_to_shared,
+    async_store=_tma.async_copy_shared_to_global,
+    async_atomic_add=_async_atomic_add,
+)
+if not hasattr(_core.shared_memory_descriptor, "reinterpret"):
+    _core.shared_memory_descriptor.reinterpret = _core.shared_memory_descriptor._reinterpret
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+# -- barriers ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def slot(n, STAGES: gl.constexpr):
+    """Which buffer of a ring use n lies in."""
+    if STAGES & (STAGES - 1) == 0:
+        return n & (STAGES - 1)
+    else:
+        return n % STAGES
+
+
+@gluon.jit
+def lap(n, STAGES: gl.constexpr):
+    """Parity of how often the ring has gone round before use n."""
+    if STAGES & (STAGES - 1) == 0:
+        return (n // STAGES) & 1  # a shift: n is never negative
+    else:
+        return (n // STAGES) % 2
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """A ring of barriers, each of which COUNT arrivals complete. Call fence_async_shared() after the last ring."""
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def wait_full(full, n, STAGES: gl.constexpr):
+    """Wait until use n of a ring has arrived."""
+    mbarrier.wait(full.index(slot(n, STAGES)), lap(n, STAGES))
+
+
+@gluon.jit
+def wait_empty(empty, n, STAGES: gl.constexpr):
+    """Wait until what lay where use n will lie has been read; at once on the first lap."""
+    mbarrier.wait(empty.index(slot(n, STAGES)), lap(n, STAGES) ^ 1)
+
+
+@gluon.jit
+def release(empty, n, STAGES: gl.constexpr):
+    """Say that this consumer has read use n."""
+    mbarrier.arrive(empty.index(slot(n, STAGES)), count=1)
+
+
+@gluon.constexpr_function
+def _named_barrier(kind, number, threads):
+    return f"bar.{kind} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _asm(TEXT: gl.constexpr):
+    gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_sync(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait at the CTA's barrier NUMBER until THREADS threads came to it, those that only arrive included. Triton uses
+    the numbers below 8."""
+    _asm(_named_barrier("sync", NUMBER, THREADS))
+
+
+@gluon.jit
+def named_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Come to the CTA's barrier NUMBER without waiting."""
+    _asm(_named_barrier("arrive", NUMBER, THREADS))
+
+
+@gluon.jit
+def wait_for_previous(EARLY: gl.constexpr):
+    """EARLY: the kernel was launched before the one ahead of it in the stream has ended: wait for that here."""
+    if EARLY:
+        _asm("griddepcontrol.wait; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def let_next(EARLY: gl.constexpr):
+    """EARLY: the next kernel in the stream may be launched once all programs of this one came here."""
+    if EARLY:
+        _asm("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def as_matrix(layout):
+    """The shared-memory layout of a descriptor's box, for its last two dimensions."""
+    return _gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
+
+
+@gluon.jit
+def make_tiles(desc, N: gl.constexpr):
+    """Shared memory for N tiles [rows, dim] of a descriptor."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    LAYOUT: gl.constexpr = as_matrix(desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, [N, SHAPE[2], SHAPE[3]], LAYOUT)
+
+
+@gluon.jit
+def as_box(desc, tile):
+    """A tile [rows, dim] in shared memory as the box of the descriptor."""
+    return tile.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def load_rows(desc, b, h, row, full, tile):
+    """Begin to copy rows row.. of (b, h) to a tile; `full` completes when all has arrived."""
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_load(desc, [b, h, row, 0], full, as_box(desc, tile))
+
+
+@gluon.jit
+def store_rows(desc, b, h, row, tile):
+    """Begin to copy a tile to rows row.. of (b, h), those that exist. Its writers called fence_async_shared()."""
+    tma.async_store(desc, [b, h, row, 0], as_box(desc, tile))
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def visible(i, j, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Whether query i sees key j: j < len_k, i + offset - left <= j <= i + offset + right."""
+    seen = j < len_k
+    if LEFT:
+        seen &= j >= i + offset - left
+    if RIGHT:
+        seen &= j <= i + offset + right
+    return seen
+
+
+@gluon.jit
+def keys_of(m0, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
+            BLOCK_N: gl.constexpr):
+    """Keys of the queries m0.. as (begin, whole_begin, whole_end, end).
+
+    Keys begin..end are seen by some query of the block; whole_begin..whole_end by all of them. begin is a multiple of
+    BLOCK_N.
+    """
+    begin = m0 * 0
+    whole_begin = begin
+    end = len_k + begin
+    whole_end = end
+    if RIGHT:
+        end = gl.maximum(gl.minimum(end, m0 + BLOCK_M + offset + right), 0)
+        whole_end = gl.minimum(whole_end, m0 + offset + right + 1)
+    if LEFT:
+        begin = gl.maximum(m0 + offset - left, 0) // BLOCK_N * BLOCK_N
+        whole_begin = m0 + BLOCK_M - 1 + offset - left
+    return begin, whole_begin, whole_end, end
+
+
+@gluon.jit
+def tanh(x):
+    """tanh to float32 accuracy: an odd polynomial near 0, where the exponential form cancels."""
+    x2 = x * x
+    small = x * (1.0 + x2 * (-0.33333333333 + x2 * (0.13333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854))))
+    big = 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return gl.where(x2 < 0.04, small, big)
+
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+
+_GLUON_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+class Launch(launch.Launch):
+    """A Gluon kernel as `launch.Launch` holds one. blocks: by name, the shape [rows, dim] of the tiles that the kernel
+    reads or writes of each tensor, for which it takes a descriptor."""
+
+    blocks: dict[int, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known: dict[int, dict[str, Any]] = {}  # what descriptors hold beside their tensor
+
+    def _argument(self, i: int, x: Any) -> Any:
+        if i not in self.blocks:
+            return x
+        if i not in self._known:
+            made = descriptor(x, self.blocks[i])
+            self._known[i] = {**made.__dict__, "base": None}
+            return made
+        made = object.__new__(TensorDescriptor)  # without its checks
+        made.__dict__ = {**self._known[i], "base": x}
+        return made
+
+
+def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
+    """A descriptor of x for tiles of that shape: of x (batch, heads, length, dim) rows and columns, swizzled in shared
+    memory; of an x with fewer dimensions as it lies."""
+    box = [1] * (x.dim() - len(block)) + list(block)
+    if x.dim() == 4:
+        layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
+    else:
+        layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), x.dim())
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+
+
+# -- what the backward adds ----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_rows_and_numbers(desc, b, h, row, numbers, start, full, tile, values):
+    """Begin to copy rows row.. of (b, h) to a tile, and elements start.. of a 1-D descriptor to `values`."""
+    mbarrier.expect(full, desc.block_type.nbytes + numbers.block_type.nbytes)
+    tma.async_load(desc, [b, h, row, 0], full, as_box(desc, tile))
+    tma.async_load(numbers, [start], full, values)
+
+
+@gluon.jit
+def blocks_of_queries(n0, offset, len_q, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr):
+    """Blocks of queries of the keys n0.. as (begin, whole_begin, whole_end, end).
+
+    Blocks begin..end hold all queries that see some key of n0..n0 + BLOCK_N; of whole_begin..whole_end every query sees
+    all of them. Ends of sequences do not count.
+    """
+    begin = n0 * 0
+    whole_begin = begin
+    end = (len_q + BLOCK_M - 1) // BLOCK_M + begin
+    whole_end = end
+    if LEFT:
+        last = gl.maximum(n0 + BLOCK_N - offset + left, 0)  # queries from here on see no key
+        end = gl.minimum(end, (last + BLOCK_M - 1) // BLOCK_M)
+        whole_end = gl.minimum(end, gl.maximum(n0 + 1 - offset + left, 0) // BLOCK_M)
+    if RIGHT:
+        begin = gl.maximum(n0 - offset - right, 0) // BLOCK_M
+        whole_begin = (gl.maximum(n0 + BLOCK_N - 1 - offset - right, 0) + BLOCK_M - 1) // BLOCK_M
+    return begin, whole_begin, whole_end, end
