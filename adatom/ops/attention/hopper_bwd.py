@@ -59,23 +59,26 @@ _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H
 
 class Config(NamedTuple):
     """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and of
-    dO; registers of a consumer's thread; persistent: as many programs as multiprocessors; spill: bytes of registers it
-    may spill (options cost registers)."""
+    dO; registers of a consumer's thread; resident: K and V stay in registers; late: dQ of a block is multiplied in the
+    next one; persistent: as many programs as multiprocessors; spill: bytes of registers it may spill (options cost
+    registers)."""
 
     block_m: int
     parts: int
     stages: int
     registers: int
-    persistent: bool
+    resident: bool
+    late: int
+    persistent: bool = True
     spill: int = 512
 
 
 # (head_dim in memory, whether a mask makes the work of programs unequal) -> tile
 CONFIGS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(128, 2, 2, 240, True),
-    (64, True): Config(128, 2, 2, 240, False),
-    (128, False): Config(64, 1, 2, 240, True),
-    (128, True): Config(64, 1, 2, 240, False),
+    (64, False): Config(128, 2, 2, 240, True, 0),
+    (64, True): Config(128, 2, 2, 240, True, 0),
+    (128, False): Config(64, 1, 2, 240, False, 0),
+    (128, True): Config(64, 1, 2, 240, False, 0),
 }
 
 
@@ -83,118 +86,165 @@ CONFIGS: dict[tuple[int, bool], Config] = {
 
 
 @gluon.jit
-def _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-          BLOCK_M: gl.constexpr):
-    """(batch, head of keys, first key, first block of queries, first and last that need no mask, number) of tile t.
+def _unit(u, n_heads, group, len_k, PAIRS: gl.constexpr):
+    """(batch and head of keys, a block of keys, how many blocks) of unit u of a program's work.
 
-    Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
-    first. A tile that no query sees has one block, all of it masked.
+    Heads go in groups whose queries fit in L2. PAIRS: under a causal mask the first keys have the longest tiles, so a unit
+    is a block and the one as far from the end, but the middle one alone: all units are equally long.
     """
     n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
-    first = t // (group * n_blocks) * group
+    n_units = n_blocks
+    if PAIRS:
+        n_units = (n_blocks + 1) // 2
+    first = u // (group * n_units) * group
     size = gl.minimum(group, n_heads - first)
-    r = t - first * n_blocks
+    r = u - first * n_units
     block = r // size
-    bh = first + r - block * size
-    b = bh // kv_heads
-    n0 = block * BLOCK_N
-    begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, LEFT, RIGHT, BLOCK_M,
-                                                           BLOCK_N)
-    begin = gl.minimum(begin, (len_q - 1) // BLOCK_M)
-    return b, bh - b * kv_heads, n0, begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
+    two = 1
+    if PAIRS:
+        two = gl.where(2 * block + 1 == n_blocks, 1, 2)
+    return first + r - block * size, block, two
 
 
 @gluon.jit
-def _next_block(m, h, begin, blocks):
-    """The next block of queries: of this head, or the first one of the next that shares the keys."""
-    last = m + 1 == begin + blocks
-    return gl.where(last, begin, m + 1), gl.where(last, h + 1, h)
+def _tile(block, half, len_q, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(first key, first block of queries, first and last of those that need no mask, number) of a tile of a unit.
+
+    A tile that no query sees has one block, all of it masked.
+    """
+    n0 = gl.where(half == 0, block, (len_k + BLOCK_N - 1) // BLOCK_N - 1 - block) * BLOCK_N
+    begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, LEFT, RIGHT, BLOCK_M,
+                                                           BLOCK_N)
+    begin = gl.minimum(begin, (len_q - 1) // BLOCK_M)
+    return n0, begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
 
 
 @gluon.jit
 def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-              n_tiles, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+              n_units, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BLOCK_M: gl.constexpr,
+              STAGES: gl.constexpr):
     k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s = tiles
-    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty = bars
+    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _ = bars
     sharing = heads // kv_heads
-    padded = (len_q + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, hk, n0, begin, _, _, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT, RIGHT,
-                                               BLOCK_M)
-        wait_empty(kv_empty, turn, 1)
-        load_rows(K, b, hk, n0, k_full.index(0), k_s.index(0))
-        m, h = begin, hk * sharing
-        for j in range(blocks * sharing):
-            i = slot(n, STAGES)
-            start = (b * heads + h) * padded + m * BLOCK_M
-            wait_empty(q_empty, n, STAGES)
-            load_rows_and_numbers(Q, b, h, m * BLOCK_M, Lse, start, q_full.index(i), q_s.index(i), lse_s.index(i))
-            if j == 0:
-                load_rows(V, b, hk, n0, v_full.index(0), v_s.index(0))
-            wait_empty(do_empty, n, STAGES)
-            load_rows_and_numbers(DOut, b, h, m * BLOCK_M, Delta, start, do_full.index(i), do_s.index(i),
-                                  delta_s.index(i))
-            m, h = _next_block(m, h, begin, blocks)
-            n += 1
-        turn += 1
+    for u in range(gl.program_id(0), n_units, gl.num_programs(0)):
+        bh, block, two = _unit(u, n_heads, group, len_k, PAIRS)
+        b = bh // kv_heads
+        hk = bh - b * kv_heads
+        for half in range(two):
+            n0, begin, _first, _last, blocks = _tile(block, half, len_q, len_k, left, right, LEFT, RIGHT, BLOCK_M)
+            wait_empty(kv_empty, turn, 1)
+            load_rows(K, b, hk, n0, k_full.index(0), k_s.index(0))
+            m, h = begin, hk * sharing
+            for j in range(blocks * sharing):
+                i = slot(n, STAGES)
+                start = ((b * heads + h) * n_m + m) * BLOCK_M
+                wait_empty(q_empty, n, STAGES)
+                load_rows_and_numbers(Q, b, h, m * BLOCK_M, Lse, start, q_full.index(i), q_s.index(i), lse_s.index(i))
+                if j == 0:
+                    load_rows(V, b, hk, n0, v_full.index(0), v_s.index(0))
+                wait_empty(do_empty, n, STAGES)
+                load_rows_and_numbers(DOut, b, h, m * BLOCK_M, Delta, start, do_full.index(i), do_s.index(i),
+                                      delta_s.index(i))
+                n += 1
+                m += 1
+                if m == begin + blocks:  # of the next head that shares the keys
+                    m = begin
+                    h += 1
+            turn += 1
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _pieces(dq):
-    """A [64, 64] accumulator as [32, 128] in which a thread holds 16 bytes in a row, and a warp 512: no data moves."""
-    return dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([32, 128])
+def _dq_product(ds_i, k_s, C: gl.constexpr, D: gl.constexpr):
+    """Begin to multiply this consumer's piece of dQ = dS K, [64, 64]: its queries, or, if there are 64, its columns."""
+    zeros = gl.zeros([HALF, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    if D == HALF:
+        ds_c = ds_i.slice(C * HALF, HALF, dim=1).permute((1, 0))
+        return warpgroup_mma(ds_c, k_s.index(0), zeros, use_acc=False, is_async=True)
+    else:
+        k_c = k_s.index(0).slice(C * HALF, HALF, dim=1)
+        return warpgroup_mma(ds_i.permute((1, 0)), k_c, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _walk(dk, dv, n, DQ, tiles, bars, b, hk, n0, begin, whole_begin, whole_end, blocks, heads, kv_heads, len_q, len_k,
-          left, right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-          RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+def _add_dq(dq, DQ, block, dq_s, C: gl.constexpr):
+    """Begin to add a [64, 64] accumulator to the sum in memory: as [32, 128], where a thread holds 16 bytes in a row and
+    a warp 512, so that nothing moves between threads."""
+    tma.store_wait(0)  # what was added last has left shared memory
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([HALF // 2, 128])
+    dq_s.index(C).store(dq)
+    fence_async_shared()
+    tma.async_atomic_add(DQ, [block * HALF + C * (HALF // 2), 0], dq_s.index(C))
+
+
+@gluon.jit
+def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, blocks, sharing, len_q, len_k, left,
+          right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+          RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+          RESIDENT: gl.constexpr, LATE: gl.constexpr):
     """dK and dV of a consumer's keys, and its pieces of dQ, over all blocks of queries; also the uses of the rings.
 
-    The comments name the products under way, the eldest first.
+    first: number of block 0 of the first of the `sharing` heads, among the blocks of all of the batch. The comments at waits name the products under way, the eldest first.
     """
     PART: gl.constexpr = BLOCK_M // PARTS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     KEYS: gl.constexpr = gl.SliceLayout(1, S)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s = tiles
-    _, _, _, q_full, q_empty, do_full, do_empty = bars
+    _, _, _, q_full, q_empty, do_full, do_empty, ds_full = bars
     k = k_s.index(0).slice(C * HALF, HALF, dim=0)
     v = v_s.index(0).slice(C * HALF, HALF, dim=0)
+    if RESIDENT:
+        k = k.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
+        v = v.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
     zeros = gl.zeros([HALF, PART], gl.float32, S)
-    sharing = heads // kv_heads
-    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
+    rest = (len_q + BLOCK_M - 1) // BLOCK_M - blocks  # blocks of a head that these keys do not meet
     keys = (n0 + C * HALF + gl.arange(0, HALF, layout=KEYS))[:, None]
-    m, h = begin, hk * sharing
-    for _ in range(blocks * sharing):
+    m = begin
+    block = first + begin - 1 - rest
+    ragged = n0 + BLOCK_N > len_k
+    for j in range(blocks * sharing):
         i = slot(n, STAGES)
         ds_i = ds_s.index(n & 1)
-        cut = (m < whole_begin) | (m >= whole_end) | (n0 + BLOCK_N > len_k)
         wait_full(q_full, n, STAGES)
         q = q_s.index(i).slice(0, PART, dim=0)
         s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if LATE:  # in the first turn there is nothing to add yet
+            if j > 0:
+                wait_full(ds_full, n - 1, 2)
+            dq = _dq_product(ds_s.index((n + 1) & 1), k_s, C, D)
         wait_full(do_full, n, STAGES)
         do = do_s.index(i).slice(0, PART, dim=0)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         for part in gl.static_range(PARTS):
             lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
-            if part == 0:  # S, dP
-                s = warpgroup_mma_wait(1, deps=(s,))
-            else:  # dV, S, dK, dP
+            if part > 0:  # dV, S, dK, dP
                 s, dv = warpgroup_mma_wait(2, deps=(s, dv))
+            elif LATE == 2:  # S, dQ, dP
+                s = warpgroup_mma_wait(2, deps=(s,))
+            elif LATE == 1:  # S, dQ, dP
+                s, dq = warpgroup_mma_wait(1, deps=(s, dq))
+                if j > 0:
+                    _add_dq(dq, DQ, block, dq_s, C)
+            else:  # S, dP
+                s = warpgroup_mma_wait(1, deps=(s,))
             if SOFTCAP:
                 t = tanh(s * (scale / softcap))
                 s = t * (softcap * LOG2E) - lse[None, :]
             else:
                 s = s * (scale * LOG2E) - lse[None, :]
             if LEFT or RIGHT or not EVEN_N:
+                cut = ragged
+                if RIGHT:
+                    cut |= m < whole_begin
+                if LEFT:
+                    cut |= m >= whole_end
                 if cut:
                     queries = (m * BLOCK_M + part * PART + gl.arange(0, PART, layout=QUERIES))[None, :]
                     seen = visible(queries, keys, len_k - len_q, len_k, left, right, LEFT, RIGHT)
@@ -206,11 +256,21 @@ def _walk(dk, dv, n, DQ, tiles, bars, b, hk, n0, begin, whole_begin, whole_end, 
             if part + 1 < PARTS:  # dP, dV, S
                 q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
                 s = warpgroup_mma(k, q_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                dp = warpgroup_mma_wait(2, deps=(dp,))
+                if LATE == 2 and part == 0:
+                    dp, dq = warpgroup_mma_wait(2, deps=(dp, dq))
+                    if j > 0:
+                        _add_dq(dq, DQ, block, dq_s, C)
+                else:
+                    dp = warpgroup_mma_wait(2, deps=(dp,))
             elif PARTS > 1:  # dK, dP, dV
                 dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
             else:  # dP, dV
-                dp = warpgroup_mma_wait(1, deps=(dp,))
+                if LATE == 2:
+                    dp, dq = warpgroup_mma_wait(1, deps=(dp, dq))
+                    if j > 0:
+                        _add_dq(dq, DQ, block, dq_s, C)
+                else:
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (dp - delta[None, :])
             if SOFTCAP:
                 ds *= 1.0 - t * t
@@ -223,69 +283,83 @@ def _walk(dk, dv, n, DQ, tiles, bars, b, hk, n0, begin, whole_begin, whole_end, 
                 do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         fence_async_shared()
-        named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
-        zeros_dq = gl.zeros([HALF, HALF], gl.float32, DQ_LAYOUT)
-        if D == HALF:  # this consumer's queries
-            ds_c = ds_i.slice(C * HALF, HALF, dim=1).permute((1, 0))
-            dq = warpgroup_mma(ds_c, k_s.index(0), zeros_dq, use_acc=False, is_async=True)
-        else:  # its columns
-            k_c = k_s.index(0).slice(C * HALF, HALF, dim=1)
-            dq = warpgroup_mma(ds_i.permute((1, 0)), k_c, zeros_dq, use_acc=False, is_async=True)
-        dk = warpgroup_mma(ds16, q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
-        release(do_empty, n, STAGES)
-        tma.store_wait(0)  # what was added last has left shared memory
-        dq_s.index(C).store(_pieces(dq))
-        fence_async_shared()
-        tma.async_atomic_add(DQ, [((b * heads + h) * n_m + m) * HALF + C * (HALF // 2), 0], dq_s.index(C))
+        block += 1
+        if LEFT or RIGHT:
+            if m == begin:  # a head begins
+                block += rest
+        if LATE:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            mbarrier.arrive(ds_full.index(n & 1), count=1)
+            dv = warpgroup_mma_wait(1, deps=(dv,))
+            release(do_empty, n, STAGES)
+        else:
+            named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
+            dq = _dq_product(ds_i, k_s, C, D)
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
+            release(do_empty, n, STAGES)
+            _add_dq(dq, DQ, block, dq_s, C)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         release(q_empty, n, STAGES)
-        m, h = _next_block(m, h, begin, blocks)
         n += 1
+        if LEFT or RIGHT:
+            m = gl.where(m + 1 == begin + blocks, begin, m + 1)
+    if LATE:
+        wait_full(ds_full, n - 1, 2)
+        dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s.index((n + 1) & 1), k_s, C, D),))
+        _add_dq(dq, DQ, block, dq_s, C)
     return dk, dv, n
 
 
 @gluon.jit
-def _consumer(DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
+def _consumer(DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_units, scale,
               softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-              RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
-              STAGES: gl.constexpr):
+              RIGHT: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr,
+              PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     _, _, _, _, _, _, _, dq_s = tiles
-    k_full, v_full, kv_empty, _, _, _, _ = bars
-    result = dq_s.index(C).reinterpret(DV.dtype, [128 // D, HALF, D], as_matrix(DV.layout))
+    k_full, v_full, kv_empty, _, _, _, _, _ = bars
+    ROOM: gl.constexpr = 128 // D  # for so many results
+    sharing = heads // kv_heads
+    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
+    result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, hk, n0, begin, whole_begin, whole_end, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right,
-                                                                 LEFT, RIGHT, BLOCK_M)
-        wait_full(k_full, turn, 1)
-        wait_full(v_full, turn, 1)
-        dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
-        dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
-        dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, b, hk, n0, begin, whole_begin, whole_end, blocks, heads, kv_heads,
-                          len_q, len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS,
-                          STAGES)
-        release(kv_empty, turn, 1)
-        turn += 1
-        tma.store_wait(0)
-        result.index(0).store(dv.to(DV.dtype))
-        fence_async_shared()
-        store_rows(DV, b, hk, n0 + C * HALF, result.index(0))
-        dk *= scale
-        if D == 128:  # there is room for one
+    for u in range(gl.program_id(0), n_units, gl.num_programs(0)):
+        bh, block, two = _unit(u, n_heads, group, len_k, PAIRS)
+        b = bh // kv_heads
+        hk = bh - b * kv_heads
+        for half in range(two):
+            n0, begin, whole_begin, whole_end, blocks = _tile(block, half, len_q, len_k, left, right, LEFT, RIGHT,
+                                                              BLOCK_M)
+            wait_full(k_full, turn, 1)
+            wait_full(v_full, turn, 1)
+            dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
+            dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
+            dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, bh * sharing * n_m, n0, begin, whole_begin, whole_end, blocks,
+                              sharing, len_q, len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT, RIGHT, EVEN_N,
+                              BLOCK_M, PARTS, STAGES, RESIDENT, LATE)
+            release(kv_empty, turn, 1)
+            turn += 1
             tma.store_wait(0)
-        result.index(128 // D - 1).store(dk.to(DK.dtype))
-        fence_async_shared()
-        store_rows(DK, b, hk, n0 + C * HALF, result.index(128 // D - 1))
+            result.index(0).store(dv.to(DV.dtype))
+            fence_async_shared()
+            store_rows(DV, b, hk, n0 + C * HALF, result.index(0))
+            dk *= scale
+            if ROOM == 1:
+                tma.store_wait(0)
+            result.index(ROOM - 1).store(dk.to(DK.dtype))
+            fence_async_shared()
+            store_rows(DK, b, hk, n0 + C * HALF, result.index(ROOM - 1))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_tiles"])
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_units"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-                n_tiles, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr, BLOCK_M: gl.constexpr,
-                PARTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                n_units, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+                RIGHT: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr,
+                BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
+                LATE: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -307,18 +381,19 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads,
     q_empty = make_barriers(STAGES, 2)
     do_full = make_barriers(STAGES, 1)
     do_empty = make_barriers(STAGES, 2)
+    ds_full = make_barriers(2, 2)
     fence_async_shared()
     tiles = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s)
-    bars = (k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
+    bars = (k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
     wait_for_previous(EARLY)
     let_next(EARLY)
     gl.warp_specialize([
-        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
-                     softcap, 0, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS, STAGES)),
-        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
-                     softcap, 1, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS, STAGES)),
+        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_units, scale,
+                     softcap, 0, D, SOFTCAP, LEFT, RIGHT, PAIRS, EVEN_N, BLOCK_M, PARTS, STAGES, RESIDENT, LATE)),
+        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_units, scale,
+                     softcap, 1, D, SOFTCAP, LEFT, RIGHT, PAIRS, EVEN_N, BLOCK_M, PARTS, STAGES, RESIDENT, LATE)),
         (_producer, (Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-                     n_tiles, LEFT, RIGHT, BLOCK_M, STAGES)),
+                     n_units, LEFT, RIGHT, PAIRS, BLOCK_M, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -331,7 +406,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, 
                    DLSE: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ."""
     after_previous(EARLY)
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     bh = pid // n_m
     m0 = (pid - bh * n_m) * BLOCK_M
     b = bh // heads
@@ -359,7 +434,7 @@ def _behind_kernel(Sum, DQ, stride_b, stride_h, stride_m, heads, len_q, n_m, sca
                    D: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
     """dQ of a piece of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
     after_previous(EARLY)
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
     block = pid // 2
     bh = block // n_m
     m0 = (block - bh * n_m) * BLOCK_M
@@ -397,7 +472,9 @@ def _plan(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torc
     config = CONFIGS[dim, call.left >= 0 or call.right >= 0]
     m = config.block_m
     n_m = -(-call.len_q // m)
-    n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
+    pairs = config.persistent and call.right >= 0 and call.left < 0
+    n_blocks = -(-call.len_k // BLOCK_N.value)
+    n_units = (-(-n_blocks // 2) if pairs else n_blocks) * call.batch * call.kv_heads
     early = {"EARLY": True, "launch_pdl": True, "num_warps": 4}
     before = launch.Launch(
         _before_kernel, call.batch * call.heads * n_m,
@@ -410,15 +487,15 @@ def _plan(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torc
     head_bytes = call.heads // max(call.kv_heads, 1) * call.len_q * dim * 8  # queries, dO and the sum of dQ
     group = max(1, min(n_heads, _L2_BYTES // head_bytes))
     counts = (
-        call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale,
+        call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, n_units, call.scale,
         o.softcap,
     )  # fmt: skip
     main = Launch(
-        _bwd_kernel, min(n_tiles, call.device.sms) if config.persistent else n_tiles, counts,
+        _bwd_kernel, min(n_units, call.device.sms) if config.persistent else n_units, counts,
         early | {
-            "D": dim, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
+            "D": dim, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0, "RIGHT": call.right >= 0, "PAIRS": pairs,
             "EVEN_N": call.len_k % BLOCK_N.value == 0, "BLOCK_M": m, "PARTS": config.parts, "STAGES": config.stages,
-            "REGISTERS": config.registers,
+            "RESIDENT": config.resident, "LATE": config.late, "REGISTERS": config.registers,
         },
         config.spill,
         {
