@@ -271,7 +271,7 @@ def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
 
 
-# -- what the backward adds ----------------------------------------------------------------------------------------------
+# -- what the backward adds --------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -302,3 +302,11 @@ def blocks_of_queries(n0, offset, len_q, left, right, LEFT: gl.constexpr, RIGHT:
         begin = gl.maximum(n0 - offset - right, 0) // BLOCK_M
         whole_begin = (gl.maximum(n0 + BLOCK_N - 1 - offset - right, 0) + BLOCK_M - 1) // BLOCK_M
     return begin, whole_begin, whole_end, end
+
+
+@gluon.jit
+def tanh_of_scores(x):
+    """tanh to 1e-7, absolute: what scores of 16-bit operands need. Infinities of exp2 give 1."""
+    e = gl.exp2(x * (2.0 * LOG2E)) + 1.0
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e], dtype=gl.float32, is_pure=True, pack=1)
+    return 1.0 - 2.0 * inverse

@@ -38,7 +38,7 @@ from adatom.tiles.hopper import (
     release,
     slot,
     store_rows,
-    tanh,
+    tanh_of_scores,
     tma,
     visible,
     wait_empty,
@@ -68,17 +68,17 @@ class Config(NamedTuple):
     stages: int
     registers: int
     resident: bool
-    late: int
+    late: bool
     persistent: bool = True
     spill: int = 512
 
 
 # (head_dim in memory, whether a mask makes the work of programs unequal) -> tile
 CONFIGS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(128, 2, 2, 240, True, 0),
-    (64, True): Config(128, 2, 2, 240, True, 0),
-    (128, False): Config(64, 1, 2, 240, False, 0),
-    (128, True): Config(64, 1, 2, 240, False, 0),
+    (64, False): Config(128, 2, 2, 240, resident=True, late=True),
+    (64, True): Config(128, 2, 2, 240, resident=True, late=True),
+    (128, False): Config(64, 1, 2, 240, resident=False, late=False),
+    (128, True): Config(64, 1, 2, 240, resident=False, late=False),
 }
 
 
@@ -108,15 +108,19 @@ def _unit(u, n_heads, group, len_k, PAIRS: gl.constexpr):
 
 @gluon.jit
 def _tile(block, half, len_q, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(first key, first block of queries, first and last of those that need no mask, number) of a tile of a unit.
+    """Of a tile of a unit: its first key; between which blocks of queries no mask is needed; the first and last block of
+    queries on its way, the step between them, and their number.
 
-    A tile that no query sees has one block, all of it masked.
+    A tile that no query sees has one block, all of it masked. The second tile of a unit is walked backwards: forwards, all
+    programs would add to the same block of dQ at the same time.
     """
     n0 = gl.where(half == 0, block, (len_k + BLOCK_N - 1) // BLOCK_N - 1 - block) * BLOCK_N
     begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, LEFT, RIGHT, BLOCK_M,
                                                            BLOCK_N)
     begin = gl.minimum(begin, (len_q - 1) // BLOCK_M)
-    return n0, begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
+    end = gl.maximum(end, begin + 1)
+    return (n0, whole_begin, whole_end, gl.where(half == 0, begin, end - 1), gl.where(half == 0, end - 1, begin),
+            1 - 2 * half, end - begin)
 
 
 @gluon.jit
@@ -134,25 +138,27 @@ def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, 
         b = bh // kv_heads
         hk = bh - b * kv_heads
         for half in range(two):
-            n0, begin, _first, _last, blocks = _tile(block, half, len_q, len_k, left, right, LEFT, RIGHT, BLOCK_M)
+            n0, _begin, _end, start, last, step, blocks = _tile(block, half, len_q, len_k, left, right, LEFT, RIGHT,
+                                                                BLOCK_M)
             wait_empty(kv_empty, turn, 1)
             load_rows(K, b, hk, n0, k_full.index(0), k_s.index(0))
-            m, h = begin, hk * sharing
+            m, h = start, hk * sharing
             for j in range(blocks * sharing):
                 i = slot(n, STAGES)
-                start = ((b * heads + h) * n_m + m) * BLOCK_M
+                row = ((b * heads + h) * n_m + m) * BLOCK_M
                 wait_empty(q_empty, n, STAGES)
-                load_rows_and_numbers(Q, b, h, m * BLOCK_M, Lse, start, q_full.index(i), q_s.index(i), lse_s.index(i))
+                load_rows_and_numbers(Q, b, h, m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i), lse_s.index(i))
                 if j == 0:
                     load_rows(V, b, hk, n0, v_full.index(0), v_s.index(0))
                 wait_empty(do_empty, n, STAGES)
-                load_rows_and_numbers(DOut, b, h, m * BLOCK_M, Delta, start, do_full.index(i), do_s.index(i),
+                load_rows_and_numbers(DOut, b, h, m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                       delta_s.index(i))
                 n += 1
-                m += 1
-                if m == begin + blocks:  # of the next head that shares the keys
-                    m = begin
+                if m == last:  # of this head
+                    m = start
                     h += 1
+                else:
+                    m += step
             turn += 1
 
 
@@ -183,13 +189,12 @@ def _add_dq(dq, DQ, block, dq_s, C: gl.constexpr):
 
 
 @gluon.jit
-def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, blocks, sharing, len_q, len_k, left,
-          right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, last, step, turns, len_q, len_k, left, right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
           RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
           RESIDENT: gl.constexpr, LATE: gl.constexpr):
     """dK and dV of a consumer's keys, and its pieces of dQ, over all blocks of queries; also the uses of the rings.
 
-    first: number of block 0 of the first of the `sharing` heads, among the blocks of all of the batch. The comments at waits name the products under way, the eldest first.
+    base: number of block 0 of the first head, among the blocks of the batch. The comments at waits name the products under way, the eldest first.
     """
     PART: gl.constexpr = BLOCK_M // PARTS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -204,21 +209,29 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
         k = k.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
     zeros = gl.zeros([HALF, PART], gl.float32, S)
-    rest = (len_q + BLOCK_M - 1) // BLOCK_M - blocks  # blocks of a head that these keys do not meet
+    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
     keys = (n0 + C * HALF + gl.arange(0, HALF, layout=KEYS))[:, None]
-    m = begin
-    block = first + begin - 1 - rest
+    m = start
+    block = base
     ragged = n0 + BLOCK_N > len_k
-    for j in range(blocks * sharing):
+    for j in range(turns):
         i = slot(n, STAGES)
         ds_i = ds_s.index(n & 1)
-        wait_full(q_full, n, STAGES)
-        q = q_s.index(i).slice(0, PART, dim=0)
-        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if LATE:  # in the first turn there is nothing to add yet
+        if LATE == 2:
             if j > 0:
                 wait_full(ds_full, n - 1, 2)
             dq = _dq_product(ds_s.index((n + 1) & 1), k_s, C, D)
+        wait_full(q_full, n, STAGES)
+        q = q_s.index(i).slice(0, PART, dim=0)
+        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if LATE == 1:  # in the first turn there is nothing to add yet
+            if j > 0:
+                wait_full(ds_full, n - 1, 2)
+            dq = _dq_product(ds_s.index((n + 1) & 1), k_s, C, D)
+        if LATE == 2:
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            if j > 0:
+                _add_dq(dq, DQ, block, dq_s, C)
         wait_full(do_full, n, STAGES)
         do = do_s.index(i).slice(0, PART, dim=0)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -226,8 +239,6 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
             lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
             if part > 0:  # dV, S, dK, dP
                 s, dv = warpgroup_mma_wait(2, deps=(s, dv))
-            elif LATE == 2:  # S, dQ, dP
-                s = warpgroup_mma_wait(2, deps=(s,))
             elif LATE == 1:  # S, dQ, dP
                 s, dq = warpgroup_mma_wait(1, deps=(s, dq))
                 if j > 0:
@@ -235,7 +246,7 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
             else:  # S, dP
                 s = warpgroup_mma_wait(1, deps=(s,))
             if SOFTCAP:
-                t = tanh(s * (scale / softcap))
+                t = tanh_of_scores(s * (scale / softcap))
                 s = t * (softcap * LOG2E) - lse[None, :]
             else:
                 s = s * (scale * LOG2E) - lse[None, :]
@@ -256,21 +267,11 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
             if part + 1 < PARTS:  # dP, dV, S
                 q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
                 s = warpgroup_mma(k, q_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                if LATE == 2 and part == 0:
-                    dp, dq = warpgroup_mma_wait(2, deps=(dp, dq))
-                    if j > 0:
-                        _add_dq(dq, DQ, block, dq_s, C)
-                else:
-                    dp = warpgroup_mma_wait(2, deps=(dp,))
+                dp = warpgroup_mma_wait(2, deps=(dp,))
             elif PARTS > 1:  # dK, dP, dV
                 dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
             else:  # dP, dV
-                if LATE == 2:
-                    dp, dq = warpgroup_mma_wait(1, deps=(dp, dq))
-                    if j > 0:
-                        _add_dq(dq, DQ, block, dq_s, C)
-                else:
-                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                dp = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (dp - delta[None, :])
             if SOFTCAP:
                 ds *= 1.0 - t * t
@@ -283,10 +284,7 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
                 do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         fence_async_shared()
-        block += 1
-        if LEFT or RIGHT:
-            if m == begin:  # a head begins
-                block += rest
+        block = base + m
         if LATE:
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             mbarrier.arrive(ds_full.index(n & 1), count=1)
@@ -303,7 +301,13 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
         release(q_empty, n, STAGES)
         n += 1
         if LEFT or RIGHT:
-            m = gl.where(m + 1 == begin + blocks, begin, m + 1)
+            if m == last:  # of this head
+                m = start
+                base += n_m
+            else:
+                m += step
+        else:  # heads follow each other
+            m += 1
     if LATE:
         wait_full(ds_full, n - 1, 2)
         dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s.index((n + 1) & 1), k_s, C, D),))
@@ -330,15 +334,15 @@ def _consumer(DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, l
         b = bh // kv_heads
         hk = bh - b * kv_heads
         for half in range(two):
-            n0, begin, whole_begin, whole_end, blocks = _tile(block, half, len_q, len_k, left, right, LEFT, RIGHT,
-                                                              BLOCK_M)
+            n0, whole_begin, whole_end, start, last, step, blocks = _tile(block, half, len_q, len_k, left, right, LEFT,
+                                                                          RIGHT, BLOCK_M)
             wait_full(k_full, turn, 1)
             wait_full(v_full, turn, 1)
             dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
             dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
-            dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, bh * sharing * n_m, n0, begin, whole_begin, whole_end, blocks,
-                              sharing, len_q, len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT, RIGHT, EVEN_N,
-                              BLOCK_M, PARTS, STAGES, RESIDENT, LATE)
+            dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, bh * sharing * n_m, n0, whole_begin, whole_end, start, last,
+                              step, blocks * sharing, len_q, len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT,
+                              RIGHT, EVEN_N, BLOCK_M, PARTS, STAGES, RESIDENT, LATE)
             release(kv_empty, turn, 1)
             turn += 1
             tma.store_wait(0)
