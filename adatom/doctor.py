@@ -246,6 +246,7 @@ def typical(device: Device) -> list[dict[str, Any]]:
                 bias_grad=bool(case.bias),
                 bias_shared=bool(case.bias),
                 tma=device.kind == "cuda",
+                bias_tma=device.kind == "cuda",
             )
             for op in PASSES["attention"]:
                 rows = verdicts(op, posed)

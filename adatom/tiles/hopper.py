@@ -149,7 +149,29 @@ def let_next(EARLY: gl.constexpr):
         _asm("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
+# -- tiles of the result, one after the other -------------------------------------------------------------------------
+
+
+@gluon.jit
+def tiles_of_program(n_tiles):
+    """How many of the tiles this program works on."""
+    programs = gl.num_programs(0)
+    whole = n_tiles // programs
+    pid = gl.program_id(0)
+    place = gl.where(whole & 1 != 0, programs - 1 - pid, pid)
+    return whole + gl.where(place < n_tiles - whole * programs, 1, 0)
+
+
+@gluon.jit
+def tile_number(turn):
+    """The tile of a turn. Turns go to and fro: where tiles get shorter, who had the longest of one has the shortest of
+    the next."""
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    return turn * programs + gl.where(turn & 1 != 0, programs - 1 - pid, pid)
+
+
+# -- tiles of tensors -------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -173,16 +195,16 @@ def as_box(desc, tile):
 
 
 @gluon.jit
-def load_rows(desc, b, h, row, full, tile):
-    """Begin to copy rows row.. of (b, h) to a tile; `full` completes when all has arrived."""
+def load_tile(desc, b, h, row, column, full, tile):
+    """Begin to copy the box at (row, column) of (b, h) to a tile; `full` completes when all has arrived."""
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_load(desc, [b, h, row, 0], full, as_box(desc, tile))
+    tma.async_load(desc, [b, h, row, column], full, as_box(desc, tile))
 
 
 @gluon.jit
-def store_rows(desc, b, h, row, tile):
-    """Begin to copy a tile to rows row.. of (b, h), those that exist. Its writers called fence_async_shared()."""
-    tma.async_store(desc, [b, h, row, 0], as_box(desc, tile))
+def store_tile(desc, b, h, row, column, tile):
+    """Begin to copy a tile to (row, column) of (b, h), what exists of it. Its writers called fence_async_shared()."""
+    tma.async_store(desc, [b, h, row, column], as_box(desc, tile))
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -200,24 +222,28 @@ def visible(i, j, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.cons
 
 
 @gluon.jit
-def keys_of(m0, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
-            BLOCK_N: gl.constexpr):
-    """Keys of the queries m0.. as (begin, whole_begin, whole_end, end).
-
-    Keys begin..end are seen by some query of the block; whole_begin..whole_end by all of them. begin is a multiple of
-    BLOCK_N.
-    """
+def keys_seen(m0, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
+              BLOCK_N: gl.constexpr):
+    """(begin, end) of the keys that some query of m0.. sees; begin is a multiple of BLOCK_N, end may lie before it."""
     begin = m0 * 0
-    whole_begin = begin
-    end = len_k + begin
-    whole_end = end
+    end = len_k
     if RIGHT:
-        end = gl.maximum(gl.minimum(end, m0 + BLOCK_M + offset + right), 0)
-        whole_end = gl.minimum(whole_end, m0 + offset + right + 1)
+        end = gl.minimum(len_k, m0 + BLOCK_M + offset + right)
     if LEFT:
         begin = gl.maximum(m0 + offset - left, 0) // BLOCK_N * BLOCK_N
-        whole_begin = m0 + BLOCK_M - 1 + offset - left
-    return begin, whole_begin, whole_end, end
+    return begin, end
+
+
+@gluon.jit
+def keys_shared(m0, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(begin, end) of the keys that every query of m0.. sees."""
+    begin = m0 * 0
+    end = len_k
+    if RIGHT:
+        end = gl.minimum(len_k, m0 + offset + right + 1)
+    if LEFT:
+        begin = m0 + BLOCK_M - 1 + offset - left
+    return begin, end
 
 
 @gluon.jit
@@ -235,6 +261,7 @@ _GLUON_DTYPES = {
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
+    torch.uint8: gl.uint8,
 }
 
 
@@ -261,21 +288,22 @@ class Launch(launch.Launch):
 
 
 def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
-    """A descriptor of x for tiles of that shape: of x (batch, heads, length, dim) rows and columns, swizzled in shared
-    memory; of an x with fewer dimensions as it lies."""
+    """A descriptor of x for tiles of that shape: of x (batch, heads, length, dim) so many rows and columns, swizzled in
+    shared memory; of an x with fewer dimensions as it lies."""
     box = [1] * (x.dim() - len(block)) + list(block)
     if x.dim() == 4:
         layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
     else:
         layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), x.dim())
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())]  # those of single elements may be anything
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)
 
 
-# -- what the backward adds --------------------------------------------------------------------------------------------
+# -- what the backward adds ------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_rows_and_numbers(desc, b, h, row, numbers, start, full, tile, values):
+def load_tile_and_numbers(desc, b, h, row, numbers, start, full, tile, values):
     """Begin to copy rows row.. of (b, h) to a tile, and elements start.. of a 1-D descriptor to `values`."""
     mbarrier.expect(full, desc.block_type.nbytes + numbers.block_type.nbytes)
     tma.async_load(desc, [b, h, row, 0], full, as_box(desc, tile))
@@ -308,5 +336,5 @@ def blocks_of_queries(n0, offset, len_q, left, right, LEFT: gl.constexpr, RIGHT:
 def tanh_of_scores(x):
     """tanh to 1e-7, absolute: what scores of 16-bit operands need. Infinities of exp2 give 1."""
     e = gl.exp2(x * (2.0 * LOG2E)) + 1.0
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e], dtype=gl.float32, is_pure=True, pack=1)
-    return 1.0 - 2.0 * inverse
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return 1.0 - 2.0 * gl.inline_asm_elementwise(asm, "=f,f", [e], dtype=gl.float32, is_pure=True, pack=1)

@@ -339,6 +339,22 @@ GPU: tuple[Case, ...] = (
     Case("bias 1hqk -far f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-far"),
     Case("bias b11k -far f32", 2, 4, 4, 256, 256, 64, 64, F32, bias="b11k-far"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
+    # rows of the bias that begin at multiples of 16 bytes, as TMA wants them
+    *(
+        Case(f"aligned bias {bias}", 2, 4, 2, 333, 432, d, d, dtype, bias=bias, bias_dtype=bias_dtype, **options)
+        for bias, d, dtype, bias_dtype, options in (
+            ("bhqk", 64, BF16, None, {}),
+            ("1hqk", 128, BF16, None, {"causal": True}),
+            ("b1qk", 32, F16, None, {"sinks": True}),
+            ("11qk", 96, BF16, F32, {"causal": True}),
+            ("bhqk-inf", 128, F16, F32, {"layout": "bshd"}),
+            ("1hqk-far", 64, BF16, None, {"window": (100, 60)}),
+            ("b1qk-bool", 128, BF16, None, {}),
+            ("11qk-bool", 40, F16, None, {"softcap": 4.0, "causal": True}),
+        )
+    ),
+    Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
+    Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
     Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),
     Case("kv_lens causal f32", 5, 4, 4, 256, 256, 64, 64, F32, kv_lens=True, causal=True),
@@ -359,6 +375,7 @@ GPU: tuple[Case, ...] = (
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
+    Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 16, 16, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
     Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
     Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),

@@ -5,10 +5,10 @@
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys.
 S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and
-dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a
-float32 sum in memory by TMA, in whatever order programs come to it. That order alone varies from run to run: dK and dV
-repeat bit for bit, dQ but for rounding. A kernel ahead computes delta and clears the sum, one behind rounds it to dQ.
-Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to
+a float32 sum in memory by TMA, in whatever order programs come to it. That order alone varies from run to run: dK and
+dV repeat bit for bit, dQ but for rounding. A kernel ahead computes delta and clears the sum, one behind rounds it to
+dQ. Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 """
 
 from typing import NamedTuple
@@ -29,15 +29,15 @@ from adatom.tiles.hopper import (
     gl,
     gluon,
     let_next,
-    load_rows,
-    load_rows_and_numbers,
+    load_tile,
+    load_tile_and_numbers,
     make_barriers,
     make_tiles,
     mbarrier,
     named_sync,
     release,
     slot,
-    store_rows,
+    store_tile,
     tanh_of_scores,
     tma,
     visible,
@@ -47,21 +47,20 @@ from adatom.tiles.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from adatom.tiles.triton import after_previous, at, load_tile
+from adatom.tiles.triton import after_previous, at
+from adatom.tiles.triton import load_tile as load_rows
 
 BLOCK_N = gl.constexpr(128)  # keys of a program
 HALF = gl.constexpr(64)  # keys of a consumer; rows and columns of the piece of dQ that it multiplies
 BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
-
-
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 
 
 class Config(NamedTuple):
-    """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and of
-    dO; registers of a consumer's thread; resident: K and V stay in registers; late: dQ of a block is multiplied in the
-    next one; persistent: as many programs as multiprocessors; spill: bytes of registers it may spill (options cost
-    registers)."""
+    """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and
+    of dO; registers of a consumer's thread; resident: K and V stay in registers; late: dQ of a block is multiplied in
+    the next one, so that consumers need not wait for each other; persistent: as many programs as multiprocessors;
+    spill: bytes of registers it may spill (options cost registers)."""
 
     block_m: int
     parts: int
@@ -69,16 +68,16 @@ class Config(NamedTuple):
     registers: int
     resident: bool
     late: bool
-    persistent: bool = True
+    persistent: bool
     spill: int = 512
 
 
 # (head_dim in memory, whether a mask makes the work of programs unequal) -> tile
 CONFIGS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(128, 2, 2, 240, resident=True, late=True),
-    (64, True): Config(128, 2, 2, 240, resident=True, late=True),
-    (128, False): Config(64, 1, 2, 240, resident=False, late=False),
-    (128, True): Config(64, 1, 2, 240, resident=False, late=False),
+    (64, False): Config(128, 2, 2, 240, resident=True, late=True, persistent=True),
+    (64, True): Config(128, 2, 2, 240, resident=True, late=True, persistent=False),
+    (128, False): Config(64, 1, 2, 240, resident=False, late=False, persistent=True),
+    (128, True): Config(64, 1, 2, 240, resident=False, late=False, persistent=False),
 }
 
 
@@ -86,80 +85,59 @@ CONFIGS: dict[tuple[int, bool], Config] = {
 
 
 @gluon.jit
-def _unit(u, n_heads, group, len_k, PAIRS: gl.constexpr):
-    """(batch and head of keys, a block of keys, how many blocks) of unit u of a program's work.
+def _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+          BLOCK_M: gl.constexpr):
+    """(batch, head of keys, first key, first block of queries, first and last that need no mask, number) of tile t.
 
-    Heads go in groups whose queries fit in L2. PAIRS: under a causal mask the first keys have the longest tiles, so a unit
-    is a block and the one as far from the end, but the middle one alone: all units are equally long.
+    Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
+    first. A tile that no query sees has one block, all of it masked.
     """
     n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
-    n_units = n_blocks
-    if PAIRS:
-        n_units = (n_blocks + 1) // 2
-    first = u // (group * n_units) * group
+    first = t // (group * n_blocks) * group
     size = gl.minimum(group, n_heads - first)
-    r = u - first * n_units
+    r = t - first * n_blocks
     block = r // size
-    two = 1
-    if PAIRS:
-        two = gl.where(2 * block + 1 == n_blocks, 1, 2)
-    return first + r - block * size, block, two
-
-
-@gluon.jit
-def _tile(block, half, len_q, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of a tile of a unit: its first key; between which blocks of queries no mask is needed; the first and last block of
-    queries on its way, the step between them, and their number.
-
-    A tile that no query sees has one block, all of it masked. The second tile of a unit is walked backwards: forwards, all
-    programs would add to the same block of dQ at the same time.
-    """
-    n0 = gl.where(half == 0, block, (len_k + BLOCK_N - 1) // BLOCK_N - 1 - block) * BLOCK_N
+    bh = first + r - block * size
+    b = bh // kv_heads
+    n0 = block * BLOCK_N
     begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, LEFT, RIGHT, BLOCK_M,
                                                            BLOCK_N)
     begin = gl.minimum(begin, (len_q - 1) // BLOCK_M)
-    end = gl.maximum(end, begin + 1)
-    return (n0, whole_begin, whole_end, gl.where(half == 0, begin, end - 1), gl.where(half == 0, end - 1, begin),
-            1 - 2 * half, end - begin)
+    return b, bh - b * kv_heads, n0, begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-              n_units, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BLOCK_M: gl.constexpr,
-              STAGES: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, counts, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+              BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s = tiles
-    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _ = bars
+    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _ds_full = bars
     sharing = heads // kv_heads
     n_m = (len_q + BLOCK_M - 1) // BLOCK_M
     n = 0
     turn = 0
-    for u in range(gl.program_id(0), n_units, gl.num_programs(0)):
-        bh, block, two = _unit(u, n_heads, group, len_k, PAIRS)
-        b = bh // kv_heads
-        hk = bh - b * kv_heads
-        for half in range(two):
-            n0, _begin, _end, start, last, step, blocks = _tile(block, half, len_q, len_k, left, right, LEFT, RIGHT,
-                                                                BLOCK_M)
-            wait_empty(kv_empty, turn, 1)
-            load_rows(K, b, hk, n0, k_full.index(0), k_s.index(0))
-            m, h = start, hk * sharing
-            for j in range(blocks * sharing):
-                i = slot(n, STAGES)
-                row = ((b * heads + h) * n_m + m) * BLOCK_M
-                wait_empty(q_empty, n, STAGES)
-                load_rows_and_numbers(Q, b, h, m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i), lse_s.index(i))
-                if j == 0:
-                    load_rows(V, b, hk, n0, v_full.index(0), v_s.index(0))
-                wait_empty(do_empty, n, STAGES)
-                load_rows_and_numbers(DOut, b, h, m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
-                                      delta_s.index(i))
-                n += 1
-                if m == last:  # of this head
-                    m = start
-                    h += 1
-                else:
-                    m += step
-            turn += 1
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, begin, _first, _last, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT,
+                                                        RIGHT, BLOCK_M)
+        wait_empty(kv_empty, turn, 1)
+        load_tile(K, b, hk, n0, 0, k_full.index(0), k_s.index(0))
+        m, h = begin, hk * sharing
+        for j in range(blocks * sharing):
+            i = slot(n, STAGES)
+            row = ((b * heads + h) * n_m + m) * BLOCK_M
+            wait_empty(q_empty, n, STAGES)
+            load_tile_and_numbers(Q, b, h, m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i), lse_s.index(i))
+            if j == 0:
+                load_tile(V, b, hk, n0, 0, v_full.index(0), v_s.index(0))
+            wait_empty(do_empty, n, STAGES)
+            load_tile_and_numbers(DOut, b, h, m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
+                                  delta_s.index(i))
+            n += 1
+            m += 1
+            if m == begin + blocks:  # the next head that shares the keys
+                m = begin
+                h += 1
+        turn += 1
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -179,8 +157,8 @@ def _dq_product(ds_i, k_s, C: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _add_dq(dq, DQ, block, dq_s, C: gl.constexpr):
-    """Begin to add a [64, 64] accumulator to the sum in memory: as [32, 128], where a thread holds 16 bytes in a row and
-    a warp 512, so that nothing moves between threads."""
+    """Begin to add a [64, 64] accumulator to the sum in memory: as [32, 128], where a thread holds 16 bytes in a row
+    and a warp 512, so that nothing moves between threads."""
     tma.store_wait(0)  # what was added last has left shared memory
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([HALF // 2, 128])
     dq_s.index(C).store(dq)
@@ -189,12 +167,14 @@ def _add_dq(dq, DQ, block, dq_s, C: gl.constexpr):
 
 
 @gluon.jit
-def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, last, step, turns, len_q, len_k, left, right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, blocks, sharing, len_q, len_k, left,
+          right, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
           RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
           RESIDENT: gl.constexpr, LATE: gl.constexpr):
     """dK and dV of a consumer's keys, and its pieces of dQ, over all blocks of queries; also the uses of the rings.
 
-    base: number of block 0 of the first head, among the blocks of the batch. The comments at waits name the products under way, the eldest first.
+    first: number of the first head's block 0 among all blocks of queries. Comments at waits name the products under
+    way, the eldest first.
     """
     PART: gl.constexpr = BLOCK_M // PARTS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -209,29 +189,21 @@ def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, l
         k = k.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
     zeros = gl.zeros([HALF, PART], gl.float32, S)
-    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
+    rest = (len_q + BLOCK_M - 1) // BLOCK_M - blocks  # blocks of a head that do not see these keys
     keys = (n0 + C * HALF + gl.arange(0, HALF, layout=KEYS))[:, None]
-    m = start
-    block = base
+    m = begin
+    block = first + begin - 1 - rest
     ragged = n0 + BLOCK_N > len_k
-    for j in range(turns):
+    for j in range(blocks * sharing):
         i = slot(n, STAGES)
         ds_i = ds_s.index(n & 1)
-        if LATE == 2:
-            if j > 0:
-                wait_full(ds_full, n - 1, 2)
-            dq = _dq_product(ds_s.index((n + 1) & 1), k_s, C, D)
         wait_full(q_full, n, STAGES)
         q = q_s.index(i).slice(0, PART, dim=0)
         s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if LATE == 1:  # in the first turn there is nothing to add yet
+        if LATE:  # in the first turn there is nothing to add yet
             if j > 0:
                 wait_full(ds_full, n - 1, 2)
             dq = _dq_product(ds_s.index((n + 1) & 1), k_s, C, D)
-        if LATE == 2:
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            if j > 0:
-                _add_dq(dq, DQ, block, dq_s, C)
         wait_full(do_full, n, STAGES)
         do = do_s.index(i).slice(0, PART, dim=0)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -239,7 +211,7 @@ def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, l
             lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
             if part > 0:  # dV, S, dK, dP
                 s, dv = warpgroup_mma_wait(2, deps=(s, dv))
-            elif LATE == 1:  # S, dQ, dP
+            elif LATE:  # S, dQ, dP
                 s, dq = warpgroup_mma_wait(1, deps=(s, dq))
                 if j > 0:
                     _add_dq(dq, DQ, block, dq_s, C)
@@ -284,7 +256,10 @@ def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, l
                 do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         fence_async_shared()
-        block = base + m
+        block += 1
+        if LEFT or RIGHT:
+            if m == begin:  # a head begins
+                block += rest
         if LATE:
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             mbarrier.arrive(ds_full.index(n & 1), count=1)
@@ -301,13 +276,7 @@ def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, l
         release(q_empty, n, STAGES)
         n += 1
         if LEFT or RIGHT:
-            if m == last:  # of this head
-                m = start
-                base += n_m
-            else:
-                m += step
-        else:  # heads follow each other
-            m += 1
+            m = gl.where(m + 1 == begin + blocks, begin, m + 1)
     if LATE:
         wait_full(ds_full, n - 1, 2)
         dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s.index((n + 1) & 1), k_s, C, D),))
@@ -316,59 +285,56 @@ def _walk(dk, dv, n, DQ, tiles, bars, base, n0, whole_begin, whole_end, start, l
 
 
 @gluon.jit
-def _consumer(DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_units, scale,
-              softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-              RIGHT: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr,
-              PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr):
+def _consumer(DK, DV, DQ, tiles, bars, counts, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
+              LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
+              STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr):
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROOM: gl.constexpr = 128 // D  # for so many results
     _, _, _, _, _, _, _, dq_s = tiles
     k_full, v_full, kv_empty, _, _, _, _, _ = bars
-    ROOM: gl.constexpr = 128 // D  # for so many results
+    result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
     sharing = heads // kv_heads
     n_m = (len_q + BLOCK_M - 1) // BLOCK_M
-    result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
     n = 0
     turn = 0
-    for u in range(gl.program_id(0), n_units, gl.num_programs(0)):
-        bh, block, two = _unit(u, n_heads, group, len_k, PAIRS)
-        b = bh // kv_heads
-        hk = bh - b * kv_heads
-        for half in range(two):
-            n0, whole_begin, whole_end, start, last, step, blocks = _tile(block, half, len_q, len_k, left, right, LEFT,
-                                                                          RIGHT, BLOCK_M)
-            wait_full(k_full, turn, 1)
-            wait_full(v_full, turn, 1)
-            dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
-            dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
-            dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, bh * sharing * n_m, n0, whole_begin, whole_end, start, last,
-                              step, blocks * sharing, len_q, len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT,
-                              RIGHT, EVEN_N, BLOCK_M, PARTS, STAGES, RESIDENT, LATE)
-            release(kv_empty, turn, 1)
-            turn += 1
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, begin, whole_begin, whole_end, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right,
+                                                                 LEFT, RIGHT, BLOCK_M)
+        wait_full(k_full, turn, 1)
+        wait_full(v_full, turn, 1)
+        dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
+        dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
+        first = (b * heads + hk * sharing) * n_m
+        dk, dv, n = _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, blocks, sharing, len_q,
+                          len_k, left, right, scale, softcap, C, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M, PARTS,
+                          STAGES, RESIDENT, LATE)
+        release(kv_empty, turn, 1)
+        turn += 1
+        tma.store_wait(0)
+        result.index(0).store(dv.to(DV.dtype))
+        fence_async_shared()
+        store_tile(DV, b, hk, n0 + C * HALF, 0, result.index(0))
+        dk *= scale
+        if ROOM == 1:
             tma.store_wait(0)
-            result.index(0).store(dv.to(DV.dtype))
-            fence_async_shared()
-            store_rows(DV, b, hk, n0 + C * HALF, result.index(0))
-            dk *= scale
-            if ROOM == 1:
-                tma.store_wait(0)
-            result.index(ROOM - 1).store(dk.to(DK.dtype))
-            fence_async_shared()
-            store_rows(DK, b, hk, n0 + C * HALF, result.index(ROOM - 1))
+        result.index(ROOM - 1).store(dk.to(DK.dtype))
+        fence_async_shared()
+        store_tile(DK, b, hk, n0 + C * HALF, 0, result.index(ROOM - 1))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_units"])
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_tiles"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-                n_units, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-                RIGHT: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr,
+                n_tiles, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr,
                 BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
                 LATE: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
     rounded up to BLOCK_M; Lse in log2 units, +inf where a query sees nothing or does not exist. DQ: float32 [-1, 128],
-    the pieces of `_pieces` by batch, head, block of queries and consumer.
+    the pieces of `_add_dq` by batch, head, block of queries and consumer.
     """
     k_s = make_tiles(K, 1)
     v_s = make_tiles(V, 1)
@@ -391,13 +357,13 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads,
     bars = (k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
     wait_for_previous(EARLY)
     let_next(EARLY)
+    counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles)
     gl.warp_specialize([
-        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_units, scale,
-                     softcap, 0, D, SOFTCAP, LEFT, RIGHT, PAIRS, EVEN_N, BLOCK_M, PARTS, STAGES, RESIDENT, LATE)),
-        (_consumer, (DK, DV, DQ, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_units, scale,
-                     softcap, 1, D, SOFTCAP, LEFT, RIGHT, PAIRS, EVEN_N, BLOCK_M, PARTS, STAGES, RESIDENT, LATE)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, tiles, bars, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-                     n_units, LEFT, RIGHT, PAIRS, BLOCK_M, STAGES)),
+        (_consumer, (DK, DV, DQ, tiles, bars, counts, scale, softcap, 0, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M,
+                     PARTS, STAGES, RESIDENT, LATE)),
+        (_consumer, (DK, DV, DQ, tiles, bars, counts, scale, softcap, 1, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M,
+                     PARTS, STAGES, RESIDENT, LATE)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, tiles, bars, counts, LEFT, RIGHT, BLOCK_M, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -421,9 +387,9 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, 
     at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
     zeros = tl.arange(0, BLOCK_M * D)
     tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
-    o = load_tile(Out + at(b, h, 0, stride_ob, stride_oh, stride_om), b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
+    o = load_rows(Out + at(b, h, 0, stride_ob, stride_oh, stride_om), b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
                   BLOCK_DV, False, False)
-    do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V,
+    do = load_rows(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V,
                    BLOCK_DV, False, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE:
@@ -436,7 +402,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
 def _behind_kernel(Sum, DQ, stride_b, stride_h, stride_m, heads, len_q, n_m, scale, HEAD_DIM: tl.constexpr,
                    D: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
-    """dQ of a piece of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
+    """dQ of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
     block = pid // 2
@@ -476,9 +442,7 @@ def _plan(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torc
     config = CONFIGS[dim, call.left >= 0 or call.right >= 0]
     m = config.block_m
     n_m = -(-call.len_q // m)
-    pairs = config.persistent and call.right >= 0 and call.left < 0
-    n_blocks = -(-call.len_k // BLOCK_N.value)
-    n_units = (-(-n_blocks // 2) if pairs else n_blocks) * call.batch * call.kv_heads
+    n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
     early = {"EARLY": True, "launch_pdl": True, "num_warps": 4}
     before = launch.Launch(
         _before_kernel, call.batch * call.heads * n_m,
@@ -491,13 +455,13 @@ def _plan(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torc
     head_bytes = call.heads // max(call.kv_heads, 1) * call.len_q * dim * 8  # queries, dO and the sum of dQ
     group = max(1, min(n_heads, _L2_BYTES // head_bytes))
     counts = (
-        call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, n_units, call.scale,
+        call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale,
         o.softcap,
     )  # fmt: skip
     main = Launch(
-        _bwd_kernel, min(n_units, call.device.sms) if config.persistent else n_units, counts,
+        _bwd_kernel, min(n_tiles, call.device.sms) if config.persistent else n_tiles, counts,
         early | {
-            "D": dim, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0, "RIGHT": call.right >= 0, "PAIRS": pairs,
+            "D": dim, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
             "EVEN_N": call.len_k % BLOCK_N.value == 0, "BLOCK_M": m, "PARTS": config.parts, "STAGES": config.stages,
             "RESIDENT": config.resident, "LATE": config.late, "REGISTERS": config.registers,
         },

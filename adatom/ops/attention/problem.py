@@ -79,6 +79,8 @@ class Problem(NamedTuple):
     varlen: bool
     deterministic: bool
     tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
+    window_keys: int  # keys that a window lets a query see at most, rounded like lengths; 0 without a window
+    bias_tma: bool  # so do those of the bias, and its keys are contiguous; True without one
 
 
 def bias_kind(bias: torch.Tensor | None) -> str:
@@ -95,11 +97,23 @@ def _ceil_pow2(n: int) -> int:
 
 
 def _suits_tma(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
+    bytes."""
     for x in tensors:
         size = x.element_size()
-        if x.data_ptr() % 16 or any(s * size % 16 for s in x.stride()[:-1]):
+        if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            return False
+        if any(n > 1 and (s <= 0 or s * size % 16) for n, s in zip(x.shape[:-1], x.stride())):
             return False
     return True
+
+
+def _window_keys(o: Options, seqlen_k: int) -> int:
+    """The keys of a window, whole if one of its sides is unbounded."""
+    right = 0 if o.causal and o.window_right < 0 else o.window_right
+    if o.window_left < 0 and o.window_right < 0:
+        return 0
+    return _ceil_pow2(seqlen_k if o.window_left < 0 or right < 0 else min(o.window_left + right + 1, seqlen_k))
 
 
 def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
@@ -112,9 +126,9 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         seqlen_q, heads, head_dim = q.shape
         seqlen_k, kv_heads = k.shape[:2]
         batch = x.cu_seqlens_q.shape[0] - 1
-    bias = x.bias
+    bias, device = x.bias, facts(q.device)
     return Problem(
-        facts(q.device),
+        device,
         q.dtype,
         o.precision,
         _ceil_pow2(batch),
@@ -135,7 +149,9 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.kv_lens is not None,
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
-        facts(q.device).kind == "cuda" and _suits_tma(q, k, v),
+        device.kind == "cuda" and _suits_tma(q, k, v),
+        _window_keys(o, seqlen_k),
+        device.kind == "cuda" and (bias is None or _suits_tma(bias)),
     )
 
 
