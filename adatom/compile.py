@@ -79,7 +79,8 @@ class Report(NamedTuple):
     """What became of one specialisation.
 
     registers: per thread. spill: bytes of register spill stores; spill_allowed: what its configuration allows. shared:
-    bytes of shared memory. tensor_cores: tensor-core instructions by kind. tma_loads, tma_stores: bulk tensor copies.
+    bytes of shared memory. tensor_cores: tensor-core instructions by kind. waits: for those that run on by themselves,
+    wgmma. tma_loads, tma_stores: bulk tensor copies.
     local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. seconds:
     time to compile, near 0 if Triton's cache had it. failure: None, or why this specialisation fails.
     """
@@ -96,6 +97,7 @@ class Report(NamedTuple):
     shared: int = 0
     shared_limit: int = 0
     tensor_cores: dict[str, int] = {}
+    waits: int = 0
     tma_loads: int = 0
     tma_stores: int = 0
     local_loads: int = 0
@@ -282,6 +284,7 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "registers": int(registers.group(1)) if registers else 0,
         "spill": spill,
         "tensor_cores": dict(kinds),
+        "waits": count("WARPGROUP.DEPBAR"),
         "tma_loads": count("UTMALDG"),
         "tma_stores": count("UTMASTG") + count("UTMAREDG"),
         "local_loads": count("LDL"),
@@ -324,6 +327,8 @@ def build(spec: Spec) -> Report:
         return report._replace(failure="is nothing but a trap: the compiler gave up, mostly for want of tensor memory")
     if report.shared > limit:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
+    if report.waits > 2 * compiled.asm["ptx"].count("wgmma.wait_group"):
+        return report._replace(failure="waits for each wgmma: the assembler could keep none under way")
     if report.spill > report.spill_allowed:
         return report._replace(failure=f"spills {report.spill} bytes; its configuration allows {report.spill_allowed}")
     return report

@@ -46,6 +46,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
     Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
+    Row("attention_bwd", "hopper_any", "attention.hopper_bwd:backward", attention.hopper_bwd_any, deterministic=False),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
     Row("attention_bwd_bwd", "triton", "attention.triton_bwd_bwd:backward_backward", attention.triton_second),

@@ -48,6 +48,54 @@ def test_triton_from_sm_80_up(machine, dtype):
     assert all(registry.serves("triton", backend) for backend in backends.values())
 
 
+HOPPER = posed(dim=128)._replace(batch=8, heads=16, kv_heads=16, seqlen_q=4096, seqlen_k=4096)
+
+
+def test_hopper_where_it_is_faster():
+    assert choose("attention_bwd", HOPPER).backend == "hopper"
+    for other in ({"seqlen_q": 512}, {"head_dim": 32, "head_dim_v": 32}, {"batch": 1, "kv_heads": 1}, {"window": True}):
+        other = HOPPER._replace(**other)
+        assert choose("attention_bwd", other).backend == "triton"
+        assert choose("attention_bwd", other, "hopper").backend == "hopper_any"
+    assert choose("attention_bwd", HOPPER._replace(window=True, window_keys=1024)).backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": MACHINES["sm_80"]}, "Hopper"),
+        ({"device": MACHINES["sm_100"]}, "Hopper"),
+        ({"dtype": torch.float32}, "float16 and bfloat16; got torch.float32"),
+        ({"head_dim": 136}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
+        ({"head_dim_v": 192}, "v's head_dim must be"),
+        ({"bias": "full"}, "takes no bias"),
+        ({"varlen": True}, "packed"),
+        ({"kv_lens": True}, "kv_lens"),
+        ({"tma": False}, "multiples of 16 bytes"),
+        ({"deterministic": True}, "not deterministic"),
+    ],
+)
+def test_what_hopper_does_not_take(change, words):
+    assert choose("attention_bwd", HOPPER._replace(**change)).backend == "triton"
+    with pytest.raises(NotImplementedError, match=words):
+        choose("attention_bwd", HOPPER._replace(**change), "hopper")
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, 0),
+        ({"causal": True}, 0),
+        ({"window": (10, 5)}, 16),
+        ({"window": (20, None), "causal": True}, 32),
+        ({"window": (None, 5)}, 128),
+        ({"window": (500, 500)}, 128),
+    ],
+)
+def test_keys_of_a_window(options, keys):
+    assert posed(**options).window_keys == keys
+
+
 @pytest.mark.parametrize(
     "problem",
     [
@@ -145,7 +193,7 @@ def test_explain_prints_every_row_and_computes_nothing():
     with pretend(MACHINES["sm_90"]):
         text = str(adatom.explain("attention", q, q, q, causal=True, backend="torch_chunked"))
     assert text.count("-> torch_chunked  runs") == len(PASSES)
-    assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - text.count("float32 acc")
+    assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - text.count("takes float16 and bfloat16;")
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)
 

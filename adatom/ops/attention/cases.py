@@ -353,6 +353,13 @@ GPU: tuple[Case, ...] = (
             ("11qk-bool", 40, F16, None, {"softcap": 4.0, "causal": True}),
         )
     ),
+    # so many tiles that Hopper's backward is the fastest
+    Case("many", 4, 16, 16, 1024, 1024, 64, 64, BF16),
+    Case("many causal", 4, 16, 8, 1024, 1100, 128, 128, BF16, causal=True),
+    Case("many odd f16", 3, 20, 20, 777, 1001, 96, 80, F16, softcap=10.0),
+    Case("many odd causal", 4, 16, 16, 1030, 777, 40, 64, BF16, causal=True, sinks=True, layout="bshd"),
+    Case("many, window", 4, 16, 8, 1100, 1300, 128, 128, BF16, window=(700, None), causal=True),
+    Case("many, window both", 4, 16, 16, 900, 1000, 64, 64, F16, window=(500, 300)),
     Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
     Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),

@@ -43,21 +43,36 @@ def triton_second(p: Problem) -> str | None:
     return None
 
 
-def hopper_bwd(p: Problem) -> str | None:
-    """The Gluon backward: sm_90, 16-bit floats, head_dim 40 to 128, no bias, whole batches."""
+def hopper_bwd_any(p: Problem) -> str | None:
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias, whole batches."""
     if p.device.kind != "cuda" or p.device.arch != 90:
-        return "needs an sm_90 GPU (H100, H200)"
+        return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
-    if p.bias != "none":
-        return "takes no bias"
-    if p.kv_lens or p.varlen:
-        return "takes neither kv_lens nor packed sequences"
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 128:
             return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
-    if max(p.head_dim, p.head_dim_v) <= 32:
-        return "tiles for head_dim 64 are slow at 32 and below"
+    if p.bias != "none":
+        return "takes no bias"
+    if p.varlen:
+        return "does not take packed sequences"
+    if p.kv_lens:
+        return "does not take kv_lens"
     if not p.tma:
-        return "reads by TMA, which needs addresses and strides of q, k and v that are multiples of 16 bytes"
+        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def hopper_bwd(p: Problem) -> str | None:
+    """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
+    if (why := hopper_bwd_any(p)) is not None:
+        return why
+    if max(p.head_dim, p.head_dim_v) <= 32:
+        return "computes as if head_dim were 64, which is slow at 32 and below"
+    if min(p.seqlen_q, p.seqlen_k) <= 512:
+        return "sums dQ in memory, which is slow at lengths of 512 and below"
+    if p.window and p.window_keys <= 512:
+        return "sums dQ in memory, which is slow under windows of 512 keys and below"
+    if 2 * p.batch * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
+        return "has too few tiles of 128 keys to fill the GPU"
     return None
