@@ -59,8 +59,9 @@ _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H
 class Config(NamedTuple):
     """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and
     of dO; registers of a consumer's thread; resident: K and V stay in registers; late: dQ of a block is multiplied in
-    the next one, so that consumers need not wait for each other; persistent: as many programs as multiprocessors;
-    spill: bytes of registers it may spill (options cost registers)."""
+    the next one, so that consumers need not wait for each other; tiles: "one" a program, or as many programs as
+    multiprocessors, which take tiles in turn ("static") or when they are free ("dynamic"); spill: bytes of registers it
+    may spill (options cost registers)."""
 
     block_m: int
     parts: int
@@ -68,16 +69,16 @@ class Config(NamedTuple):
     registers: int
     resident: bool
     late: bool
-    persistent: bool
+    tiles: str
     spill: int = 512
 
 
 # (head_dim in memory, whether a mask makes the work of programs unequal) -> tile
 CONFIGS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(128, 2, 2, 240, resident=True, late=True, persistent=True),
-    (64, True): Config(128, 2, 2, 240, resident=True, late=True, persistent=False),
-    (128, False): Config(64, 1, 2, 240, resident=False, late=False, persistent=True),
-    (128, True): Config(64, 1, 2, 240, resident=False, late=False, persistent=False),
+    (64, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
+    (64, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
+    (128, False): Config(64, 1, 2, 240, resident=False, late=False, tiles="static"),
+    (128, True): Config(64, 1, 2, 240, resident=False, late=False, tiles="one"),
 }
 
 
@@ -107,19 +108,27 @@ def _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT: gl.const
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, counts, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-              BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, Taken, tiles, bars, counts, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+              DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, and tells them its number."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
-    k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s = tiles
+    k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s = tiles
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _ds_full = bars
     sharing = heads // kv_heads
     n_m = (len_q + BLOCK_M - 1) // BLOCK_M
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < n_tiles:
+        following = t + gl.num_programs(0)
+        if DYNAMIC:
+            following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
         b, hk, n0, begin, _first, _last, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right, LEFT,
                                                         RIGHT, BLOCK_M)
         wait_empty(kv_empty, turn, 1)
+        if DYNAMIC:
+            number_s.store(gl.full([1], t, gl.int32, ONE))
         load_tile(K, b, hk, n0, 0, k_full.index(0), k_s.index(0))
         m, h = begin, hk * sharing
         for j in range(blocks * sharing):
@@ -138,6 +147,11 @@ def _producer(Q, K, V, DOut, Lse, Delta, tiles, bars, counts, LEFT: gl.constexpr
                 m = begin
                 h += 1
         turn += 1
+        t = following
+    if DYNAMIC:  # a number that is no tile's: the end
+        wait_empty(kv_empty, turn, 1)
+        number_s.store(gl.full([1], n_tiles, gl.int32, ONE))
+        mbarrier.arrive(k_full.index(0), count=1)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -181,7 +195,7 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     KEYS: gl.constexpr = gl.SliceLayout(1, S)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S)
-    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s = tiles
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, _ = tiles
     _, _, _, q_full, q_empty, do_full, do_empty, ds_full = bars
     k = k_s.index(0).slice(C * HALF, HALF, dim=0)
     v = v_s.index(0).slice(C * HALF, HALF, dim=0)
@@ -286,19 +300,22 @@ def _walk(dk, dv, n, DQ, tiles, bars, first, n0, begin, whole_begin, whole_end, 
 
 @gluon.jit
 def _consumer(DK, DV, DQ, tiles, bars, counts, scale, softcap, C: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
-              LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
-              STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr):
+              LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, DYNAMIC: gl.constexpr,
+              BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
+              LATE: gl.constexpr):
+    """Multiplies what the producer loads."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROOM: gl.constexpr = 128 // D  # for so many results
-    _, _, _, _, _, _, _, dq_s = tiles
+    _, _, _, _, _, _, _, dq_s, number_s = tiles
     k_full, v_full, kv_empty, _, _, _, _, _ = bars
     result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
     sharing = heads // kv_heads
     n_m = (len_q + BLOCK_M - 1) // BLOCK_M
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < n_tiles:
         b, hk, n0, begin, whole_begin, whole_end, blocks = _tile(t, kv_heads, n_heads, group, len_q, len_k, left, right,
                                                                  LEFT, RIGHT, BLOCK_M)
         wait_full(k_full, turn, 1)
@@ -321,13 +338,18 @@ def _consumer(DK, DV, DQ, tiles, bars, counts, scale, softcap, C: gl.constexpr, 
         result.index(ROOM - 1).store(dk.to(DK.dtype))
         fence_async_shared()
         store_tile(DK, b, hk, n0 + C * HALF, 0, result.index(ROOM - 1))
+        if DYNAMIC:
+            wait_full(k_full, turn, 1)
+            t = gl.max(number_s.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        else:
+            t += gl.num_programs(0)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_tiles"])
-def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-                n_tiles, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr,
+def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, Taken, heads, kv_heads, n_heads, group, len_q, len_k, left,
+                right, n_tiles, scale, softcap, D: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr, DYNAMIC: gl.constexpr,
                 BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
                 LATE: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
@@ -344,6 +366,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads,
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Delta.layout)
     ds_s = gl.allocate_shared_memory(Q.dtype, [2, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_s = gl.allocate_shared_memory(gl.float32, [2, HALF // 2, 128], DQ.layout)
+    number_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(1, 1)
     v_full = make_barriers(1, 1)
     kv_empty = make_barriers(1, 2)
@@ -353,17 +376,17 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads,
     do_empty = make_barriers(STAGES, 2)
     ds_full = make_barriers(2, 2)
     fence_async_shared()
-    tiles = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s)
+    tiles = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, number_s)
     bars = (k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
     wait_for_previous(EARLY)
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles)
     gl.warp_specialize([
-        (_consumer, (DK, DV, DQ, tiles, bars, counts, scale, softcap, 0, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M,
-                     PARTS, STAGES, RESIDENT, LATE)),
-        (_consumer, (DK, DV, DQ, tiles, bars, counts, scale, softcap, 1, D, SOFTCAP, LEFT, RIGHT, EVEN_N, BLOCK_M,
-                     PARTS, STAGES, RESIDENT, LATE)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, tiles, bars, counts, LEFT, RIGHT, BLOCK_M, STAGES)),
+        (_consumer, (DK, DV, DQ, tiles, bars, counts, scale, softcap, 0, D, SOFTCAP, LEFT, RIGHT, EVEN_N, DYNAMIC,
+                     BLOCK_M, PARTS, STAGES, RESIDENT, LATE)),
+        (_consumer, (DK, DV, DQ, tiles, bars, counts, scale, softcap, 1, D, SOFTCAP, LEFT, RIGHT, EVEN_N, DYNAMIC,
+                     BLOCK_M, PARTS, STAGES, RESIDENT, LATE)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Taken, tiles, bars, counts, LEFT, RIGHT, DYNAMIC, BLOCK_M, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -371,7 +394,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, DQ, heads, kv_heads, n_heads,
 
 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
-def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
+def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
                    stride_gm, heads, len_q, n_m, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
                    DLSE: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ."""
@@ -385,6 +408,8 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, 
     some = m0 + i < len_q
     at_q = tl.cast(bh, tl.int64) * len_q + m0 + i
     at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
+    if pid == 0:
+        tl.store(Taken, 0)
     zeros = tl.arange(0, BLOCK_M * D)
     tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
     o = load_rows(Out + at(b, h, 0, stride_ob, stride_oh, stride_om), b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
@@ -459,11 +484,12 @@ def _plan(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torc
         o.softcap,
     )  # fmt: skip
     main = Launch(
-        _bwd_kernel, min(n_tiles, call.device.sms) if config.persistent else n_tiles, counts,
+        _bwd_kernel, n_tiles if config.tiles == "one" else min(n_tiles, call.device.sms), counts,
         early | {
             "D": dim, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
             "EVEN_N": call.len_k % BLOCK_N.value == 0, "BLOCK_M": m, "PARTS": config.parts, "STAGES": config.stages,
-            "RESIDENT": config.resident, "LATE": config.late, "REGISTERS": config.registers,
+            "RESIDENT": config.resident, "LATE": config.late, "DYNAMIC": config.tiles == "dynamic",
+            "REGISTERS": config.registers,
         },
         config.spill,
         {
@@ -495,7 +521,8 @@ def backward(
     plan = remembered(x, "bwd", lambda: _plan(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, batch, heads, plan.padded), lse).unbind()
     total = empty((batch * heads * plan.padded * plan.dim // 128, 128), lse)
-    plan.before(out, dout, lse, dlse, rows, delta, total)
-    plan.main(x.q, x.k, x.v, dout, rows.view(-1), delta.view(-1), dk, dv, total)
+    taken = torch.empty(1, dtype=torch.int32, device=lse.device)
+    plan.before(out, dout, lse, dlse, rows, delta, total, taken)
+    plan.main(x.q, x.k, x.v, dout, rows.view(-1), delta.view(-1), dk, dv, total, taken)
     plan.behind(total, dq)
     return dq, dk, dv, None, None if x.sinks is None else sink_grad(x, lse, delta[..., :len_q])

@@ -67,12 +67,15 @@ def hopper_bwd(p: Problem) -> str | None:
     """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd_any(p)) is not None:
         return why
-    if max(p.head_dim, p.head_dim_v) <= 32:
+    dim, masked = max(p.head_dim, p.head_dim_v), p.causal or p.window
+    if dim <= 32:
         return "computes as if head_dim were 64, which is slow at 32 and below"
-    if min(p.seqlen_q, p.seqlen_k) <= 512:
-        return "sums dQ in memory, which is slow at lengths of 512 and below"
-    if p.window and p.window_keys <= 512:
-        return "sums dQ in memory, which is slow under windows of 512 keys and below"
+    if p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512:
+        return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
+    if p.window and p.window_keys <= 1024:
+        return "sums dQ in memory, which is slow under windows of 1024 keys and below"
+    if p.softcap and masked and dim > 64:
+        return "lacks registers for a softcap and a mask beyond head_dim 64"
     if 2 * p.batch * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
         return "has too few tiles of 128 keys to fill the GPU"
     return None

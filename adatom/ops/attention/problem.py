@@ -79,6 +79,7 @@ class Problem(NamedTuple):
     varlen: bool
     deterministic: bool
     tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
+    least_length: int  # the smaller of the lengths, rounded down to a power of two
     window_keys: int  # keys that a window lets a query see at most, rounded like lengths; 0 without a window
     bias_tma: bool  # so do those of the bias, and its keys are contiguous; True without one
 
@@ -94,6 +95,10 @@ def bias_kind(bias: torch.Tensor | None) -> str:
 
 def _ceil_pow2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else n
+
+
+def _floor_pow2(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n else 0
 
 
 def _suits_tma(*tensors: torch.Tensor) -> bool:
@@ -150,6 +155,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
         device.kind == "cuda" and _suits_tma(q, k, v),
+        _floor_pow2(min(seqlen_q, seqlen_k)),
         _window_keys(o, seqlen_k),
         device.kind == "cuda" and (bias is None or _suits_tma(bias)),
     )
