@@ -77,6 +77,7 @@ def test_hopper_where_it_is_faster():
         ({"dtype": torch.float32}, "float16 and bfloat16; got torch.float32"),
         ({"head_dim": 136}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
         ({"head_dim_v": 192}, "v's head_dim must be"),
+        ({"seqlen_k": 0}, "empty"),
         ({"bias": "full"}, "takes no bias"),
         ({"varlen": True}, "packed"),
         ({"kv_lens": True}, "kv_lens"),

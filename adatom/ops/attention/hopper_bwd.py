@@ -515,9 +515,6 @@ def backward(
         dout = dout.contiguous()  # for TMA
     batch, heads, len_q, _ = x.q.shape
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    if not x.q.numel() or not x.k.numel():
-        dsinks = None if x.sinks is None else torch.zeros_like(x.sinks)
-        return dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks
     plan = remembered(x, "bwd", lambda: _plan(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, batch, heads, plan.padded), lse).unbind()
     total = empty((batch * heads * plan.padded * plan.dim // 128, 128), lse)

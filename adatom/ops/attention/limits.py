@@ -52,6 +52,8 @@ def hopper_bwd_any(p: Problem) -> str | None:
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 128:
             return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
     if p.bias != "none":
         return "takes no bias"
     if p.varlen:
