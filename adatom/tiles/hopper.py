@@ -211,6 +211,17 @@ def store_tile(desc, b, h, row, column, tile):
 
 
 @gluon.jit
+def visible(i, j, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Whether query i sees key j: j < len_k, i + offset - left <= j <= i + offset + right."""
+    seen = j < len_k
+    if LEFT:
+        seen &= j >= i + offset - left
+    if RIGHT:
+        seen &= j <= i + offset + right
+    return seen
+
+
+@gluon.jit
 def keys_of_query(i, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """(first, last) key that query i sees; it may be that last < first."""
     first = i * 0

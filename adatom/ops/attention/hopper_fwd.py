@@ -64,15 +64,24 @@ class Config(NamedTuple):
     registers: int
     persistent: bool
     turns: bool = True
+    spill: int = 0
 
 
-# (largest head_dim, whether the last keys are masked for the first queries) -> tile
-CONFIGS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(2, 64, 128, 2, 240, True),
-    (64, True): Config(2, 64, 128, 2, 240, True),
-    (128, False): Config(2, 64, 128, 2, 240, True),
-    (128, True): Config(2, 64, 128, 2, 240, True),
+# (largest head_dim, kind of call) -> tile; see `_pick`
+CONFIGS: dict[tuple[int, str], Config] = {
+    (64, "full"): Config(2, 64, 128, 4, 240, True),
+    (64, "full long"): Config(3, 64, 128, 4, 160, True, spill=64),
+    (64, "causal"): Config(2, 64, 128, 4, 240, True),
+    (64, "causal long"): Config(3, 64, 128, 4, 160, False),
+    (64, "bias"): Config(2, 64, 128, 2, 240, True, spill=64),
+    (128, "full"): Config(2, 64, 128, 2, 240, True),
+    (128, "causal"): Config(2, 64, 128, 2, 240, True),
+    (128, "bias"): Config(2, 64, 128, 2, 240, True, spill=64),
+    (256, "full"): Config(2, 64, 64, 2, 240, True),
+    (256, "causal"): Config(2, 64, 64, 2, 240, True),
+    (256, "bias"): Config(2, 64, 64, 2, 240, True, spill=64),
 }
+LONG = {"full": 1024, "causal": 8192}  # queries from which a call is long
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class Plan:
     RIGHT: bool
     MASK: bool  # some blocks of keys are masked
     SINKS: bool
+    LENS: bool
     EARLY: bool  # launched before the previous kernel has ended
     CONSUMERS: int
     TURNS: bool  # consumers take turns at issuing products
@@ -95,6 +105,7 @@ class Plan:
     STAGES: int  # of keys and of values
     BIAS_STAGES: int
     REGISTERS: int
+    IN_PLACE: bool  # out takes the place of the queries in shared memory
 
 
 @gluon.jit
@@ -119,9 +130,18 @@ def _tile(t, sizes, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(m0, sizes, PLAN: gl.constexpr):
-    """(first key, blocks of keys) of the tile of queries m0... One that sees nothing has a block, all of it masked."""
+def _keys(Lens, b, sizes, PLAN: gl.constexpr):
+    """How many keys there are for batch element b."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    if PLAN.LENS:
+        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    return len_k
+
+
+@gluon.jit
+def _blocks(m0, len_k, sizes, PLAN: gl.constexpr):
+    """(first key, blocks of keys) of the tile of queries m0... One that sees nothing has a block, all of it masked."""
+    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
     begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, PLAN.BLOCK_N)
     return begin, gl.maximum((end - begin + PLAN.BLOCK_N - 1) // PLAN.BLOCK_N, 1)
@@ -134,7 +154,7 @@ def _own(turn, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
+def _producer(Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
     """Keeps the rings full."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
@@ -143,7 +163,7 @@ def _producer(Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.con
     n = 0
     for turn in range(tiles_of_program(n_tiles)):
         b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
-        begin, blocks = _blocks(m0, sizes, PLAN)
+        begin, blocks = _blocks(m0, _keys(Lens, b, sizes, PLAN), sizes, PLAN)
         hk = h // (heads // kv_heads)
         for c in gl.static_range(CONSUMERS):
             i = _own(turn, c, PLAN)
@@ -179,10 +199,9 @@ def _end_turn(C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C: gl.constexpr,
-               PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, len_q, len_k,
+               C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
     """What is added to the scores of queries m0 + i and keys n0 + j, block n of the ring, to broadcast against them."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     stride_b, stride_h, stride_m, stride_n = bias_strides
     if PLAN.BIAS == FULL:
         wait_full(bias_full, n, PLAN.BIAS_STAGES)
@@ -200,9 +219,8 @@ def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n
 
 
 @gluon.jit
-def _scores(s, bias, i, j, cut, sizes, scale, softcap, PLAN: gl.constexpr):
+def _scores(s, bias, i, j, cut, len_q, len_k, left, right, scale, softcap, PLAN: gl.constexpr):
     """Scores of queries i and keys j from s = q k^T; without the scale if FOLD. cut: the mask cuts this block."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     if not PLAN.FOLD:
         if PLAN.SOFTCAP:
             s = softcap * tanh(s * (scale / softcap))
@@ -282,27 +300,41 @@ def _multiply_both(p, acc, turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr, 
 
 
 @gluon.jit
-def _probabilities(s, m, l, n, b, h, m0, n0, given, rings, PENDING: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr,
-                   LAYOUT: gl.constexpr):
+def _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, PENDING: gl.constexpr, C: gl.constexpr,
+                   PLAN: gl.constexpr, LAYOUT: gl.constexpr):
     """Wait for the scores of block n, whose first key is n0; then a step of the softmax: (p, alpha, m, l).
 
     PENDING: products begun later, which are left under way."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     Bias, bias_strides, sizes, scale, softcap = given
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     first = m0 + C * BLOCK_M
     i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, j, sizes, C, PLAN,
-                      LAYOUT)
+    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, j, len_q,
+                      len_k, C, PLAN, LAYOUT)
     s = warpgroup_mma_wait(PENDING, deps=(s,))
     release(k_empty, n, PLAN.STAGES)
     begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
     cut = (n0 < begin) | (n0 + BLOCK_N > end)
-    s = _scores(s, bias, first + i, n0 + j, cut, sizes, scale, softcap, PLAN)
+    s = _scores(s, bias, first + i, n0 + j, cut, len_q, len_k, left, right, scale, softcap, PLAN)
     return _softmax(s, m, l, scale, PLAN)
+
+
+@gluon.jit
+def _clear_padding(v, v_full, n, keys, PLAN: gl.constexpr):
+    """Zero the values from row `keys` on, which may be NaN. All consumers do it, each before it multiplies by them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BLOCK_N: gl.constexpr = v.shape[0]
+    if keys < BLOCK_N:
+        wait_full(v_full, n, PLAN.STAGES)
+        row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        x = v.load(LAYOUT)
+        v.store(gl.where(row[:, None] < keys, x, gl.zeros_like(x)))
+        fence_async_shared()
+        gl.barrier()
 
 
 @gluon.jit
@@ -319,14 +351,14 @@ def _settle(acc, p, n, rings, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
+def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
               PLAN: gl.constexpr):
     """Computes BLOCK_M rows of out and lse of every tile."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     given = (Bias, bias_strides, sizes, scale, softcap)
     DIM_V: gl.constexpr = o_s.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -335,7 +367,6 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale,
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
-    o = o_s.index(C)
     if PLAN.TURNS and C == PLAN.CONSUMERS - 1:
         named_arrive(TURN, 256)  # the first consumer begins
 
@@ -347,23 +378,27 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale,
         s = _multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         _end_turn(C, PLAN)
         b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
-        begin, blocks = _blocks(m0, sizes, PLAN)
+        len_k = _keys(Lens, b, sizes, PLAN)
+        begin, blocks = _blocks(m0, len_k, sizes, PLAN)
         n0 = begin + (blocks - 1) * BLOCK_N
         m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
         acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
-        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, given, rings, 0, C, PLAN, S_LAYOUT)
-        p = gl.convert_layout(p.to(o.dtype), P_LAYOUT, assert_trivial=True)
+        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, 0, C, PLAN, S_LAYOUT)
+        p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+        if PLAN.LENS:
+            _clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
         n += 1
 
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             s, acc = _multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, given, rings, 1, C, PLAN, S_LAYOUT)
+            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, 1, C, PLAN, S_LAYOUT)
             acc, p = _settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
             acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
             n += 1
 
-        mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
+        if not PLAN.IN_PLACE:
+            mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
         wait_full(v_full, n - 1, STAGES)
         acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
         seen = l > 0.0
@@ -373,23 +408,31 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale,
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(v_empty, n - 1, STAGES)
         acc = acc * gl.convert_layout(1.0 / l, O_ROWS)[:, None]
-        tma.store_wait(0)  # the tile before has left
-        gl.barrier()
+        if PLAN.IN_PLACE:
+            o = q_s.index(_own(turn, C, PLAN))
+        else:
+            o = o_s.index(C)
+            tma.store_wait(0)  # the tile before has left
+            gl.barrier()
         o.store(acc.to(o.dtype))
         fence_async_shared()
         store_tile(Out, b, h, m0 + C * BLOCK_M, 0, o)
+        if PLAN.IN_PLACE:
+            tma.store_wait(0)
+            gl.barrier()
+            mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "left", "right", "n_tiles"])
-def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
+def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
                 PLAN: gl.constexpr):
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     q_s = make_tiles(Q, PLAN.Q_STAGES * CONSUMERS)
     k_s = make_tiles(K, PLAN.STAGES)
     v_s = make_tiles(V, PLAN.STAGES)
-    o_s = make_tiles(Out, CONSUMERS)
+    o_s = q_s if PLAN.IN_PLACE else make_tiles(Out, CONSUMERS)
     q_full = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
     q_empty = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
     k_full = make_barriers(PLAN.STAGES, 1)
@@ -410,30 +453,47 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm,
     strides = (stride_bb, stride_bh, stride_bm, stride_bn)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_producer, (Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
         ], [4, 1], [PLAN.REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
-            (_producer, (Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
+            (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
         ], [4, 4, 1], [PLAN.REGISTERS, PLAN.REGISTERS, 24])
+
+
+def _in_place(dims: tuple[int, int]) -> bool:
+    """Whether out takes the place of the queries: there is no room for both."""
+    return dims == (256, 256)
 
 
 def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]:
     """(buffers of queries, of a bias) that fit in shared memory beside all else; (0, 0) where not one of each does."""
     bias, rows = call.x.bias, config.consumers * config.block_m
     q = rows * dims[0] * 2
-    free = call.device.shared_memory - 1024 - (rows * dims[1] + config.stages * config.block_n * sum(dims)) * 2
+    out = 0 if _in_place(dims) else rows * dims[1]
+    free = call.device.shared_memory - 1024 - (out + config.stages * config.block_n * sum(dims)) * 2
     block = rows * config.block_n * bias.element_size() if bias is not None and call.meta["BIAS"] == 3 else 0
     several = 2 if config.persistent else 1
     for stages in ((several, 2), (several, 1), (1, 1)):
         if stages[0] * q + stages[1] * block <= free:
             return stages
     return 0, 0
+
+
+def _pick(call: Call, dims: tuple[int, int]) -> Config:
+    """The configuration for a call: "bias" if it has one, else "full" or "causal", and "long" where that makes a
+    difference."""
+    dim = next(d for d in (64, 128, 256) if max(dims) <= d)
+    kind = "causal" if call.right >= 0 else "full"
+    if call.x.bias is not None:
+        return CONFIGS[dim, "bias"]
+    long = (dim, kind + " long")
+    return CONFIGS[long if call.len_q >= LONG[kind] and long in CONFIGS else (dim, kind)]
 
 
 def _group(most: int, call: Call, config: Config, rows: int) -> int:
@@ -447,7 +507,7 @@ def _group(most: int, call: Call, config: Config, rows: int) -> int:
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
-    config = CONFIGS[64 if max(dims) <= 64 else 128, call.right >= 0]
+    config = _pick(call, dims)
     q_stages, bias_stages = _stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
@@ -462,8 +522,9 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         FOLD=o.scale > 0 and masks,
         LEFT=call.left >= 0,
         RIGHT=call.right >= 0,
-        MASK=call.left >= 0 or call.right >= 0 or call.len_k % config.block_n != 0,
+        MASK=call.left >= 0 or call.right >= 0 or not call.even(call.len_k, config.block_n),
         SINKS=x.sinks is not None,
+        LENS=x.kv_lens is not None,
         EARLY=True,
         CONSUMERS=config.consumers,
         TURNS=config.turns and config.consumers > 1,
@@ -473,6 +534,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         STAGES=config.stages,
         BIAS_STAGES=bias_stages,
         REGISTERS=config.registers,
+        IN_PLACE=_in_place(dims),
     )
     blocks = {
         "Q": (config.block_m, dims[0]),
@@ -488,7 +550,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     scalars = (*call.bias_strides, *several, *counts, n_tiles, call.scale, o.softcap)
     meta = {"PLAN": plan, "num_warps": 4, "launch_pdl": True}
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
-    return Launch(_fwd_kernel, programs, scalars, meta, 0, blocks)
+    return Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -498,5 +560,5 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     bias = x.bias
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
-    launch(x.q, x.k, x.v, bias, x.sinks, out, lse)
+    launch(x.q, x.k, x.v, bias, x.sinks, x.kv_lens, out, lse)
     return out, lse
