@@ -67,21 +67,21 @@ class Config(NamedTuple):
     spill: int = 0
 
 
-# (largest head_dim, kind of call) -> tile; see `_pick`
-CONFIGS: dict[tuple[int, str], Config] = {
-    (64, "full"): Config(2, 64, 128, 4, 240, True),
-    (64, "full long"): Config(3, 64, 128, 4, 160, True, spill=64),
-    (64, "causal"): Config(2, 64, 128, 4, 240, True),
-    (64, "causal long"): Config(3, 64, 128, 4, 160, False),
-    (64, "bias"): Config(2, 64, 128, 2, 240, True, spill=64),
-    (128, "full"): Config(2, 64, 128, 2, 240, True),
-    (128, "causal"): Config(2, 64, 128, 2, 240, True),
-    (128, "bias"): Config(2, 64, 128, 2, 240, True, spill=64),
-    (256, "full"): Config(2, 64, 64, 2, 240, True),
-    (256, "causal"): Config(2, 64, 64, 2, 240, True),
-    (256, "bias"): Config(2, 64, 64, 2, 240, True, spill=64),
+_PAIR = Config(2, 64, 128, 2, 240, True)
+_WIDE = Config(2, 64, 64, 2, 240, True)
+_THREE = Config(3, 64, 128, 4, 160, True, spill=64)
+# (largest head_dim, kind of call) -> queries from which a tile serves: tile; measured, see docs/hopper.md
+CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
+    (64, "full"): {0: _PAIR._replace(stages=4), 1024: _THREE},
+    (64, "causal"): {0: _PAIR._replace(stages=4), 4096: _THREE, 8192: _THREE._replace(persistent=False)},
+    (64, "bias"): {0: _PAIR._replace(spill=64)},
+    (128, "full"): {0: _PAIR, 8192: _PAIR._replace(persistent=False)},
+    (128, "causal"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
+    (128, "bias"): {0: _PAIR._replace(spill=64)},
+    (256, "full"): {0: _WIDE, 8192: _WIDE._replace(persistent=False)},
+    (256, "causal"): {0: _WIDE._replace(persistent=False)},
+    (256, "bias"): {0: _WIDE._replace(spill=64)},
 }
-LONG = {"full": 1024, "causal": 8192}  # queries from which a call is long
 
 
 @dataclass(frozen=True)
@@ -486,28 +486,53 @@ def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int
 
 
 def _pick(call: Call, dims: tuple[int, int]) -> Config:
-    """The configuration for a call: "bias" if it has one, else "full" or "causal", and "long" where that makes a
-    difference."""
+    """The configuration for a call."""
     dim = next(d for d in (64, 128, 256) if max(dims) <= d)
-    kind = "causal" if call.right >= 0 else "full"
-    if call.x.bias is not None:
-        return CONFIGS[dim, "bias"]
-    long = (dim, kind + " long")
-    return CONFIGS[long if call.len_q >= LONG[kind] and long in CONFIGS else (dim, kind)]
+    kind = "bias" if call.x.bias is not None else "causal" if call.right >= 0 else "full"
+    table = CONFIGS[dim, kind]
+    return table[max(n for n in table if n <= call.len_q)]
 
 
-def _group(most: int, call: Call, config: Config, rows: int) -> int:
-    """How many heads go together: `most` fit in L2. Persistent programs take about one and a half waves of tiles, so
-    that memory is read evenly and long tiles meet short ones; without a causal mask, a head at a time."""
-    if not config.persistent:
-        return most
-    return max(1, min(most, 3 * call.device.sms // (2 * -(-call.len_q // rows)))) if call.right >= 0 else 1
+def _imbalance(group: int, call: Call, config: Config) -> float:
+    """How much longer than the average the longest of the persistent programs works on causal tiles, heads going in
+    such groups: a model of `_tile`, `_blocks` and `tile_number`, in blocks of keys, a tile costing one more."""
+    rows, programs = config.consumers * config.block_m, call.device.sms
+    n_blocks, n_heads = -(-call.len_q // rows), call.batch * call.heads
+    t = torch.arange(min(n_blocks * n_heads, 64 * programs), device="cpu")
+    first = t // (group * n_blocks) * group
+    block = n_blocks - 1 - (t - first * n_blocks) // (n_heads - first).clamp(max=group)
+    keys = ((block + 1) * rows + call.len_k - call.len_q + call.right).clamp(min=1, max=max(call.len_k, 1))
+    place, turn = t % programs, t // programs
+    program = torch.where(turn % 2 == 1, programs - 1 - place, place)
+    cost = (keys + config.block_n - 1) // config.block_n + 1
+    load = torch.zeros(programs, dtype=cost.dtype, device="cpu").scatter_add_(0, program, cost)
+    return float(load.max() / load.double().mean())
+
+
+def _balance(config: Config, call: Call) -> tuple[Config, int]:
+    """(config, how many heads go together). At most as many as fit in L2.
+
+    Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
+    of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
+    """
+    most = call.counts()[3]
+    if not config.persistent or call.right < 0:
+        return config, most if not config.persistent else 1
+    waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
+    tried = []
+    for n in (1.5, 1, 2, 3):
+        group = max(1, min(most, int(n * waves)))
+        tried.append((_imbalance(group, call, config), group))
+        if tried[-1][0] <= 1.03:
+            break
+    imbalance, group = min(tried)
+    return (config, group) if imbalance <= 1.1 else (config._replace(persistent=False), most)
 
 
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
-    config = _pick(call, dims)
+    config, group = _balance(_pick(call, dims), call)
     q_stages, bias_stages = _stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
@@ -545,9 +570,9 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     if plan.BIAS == 3:
         blocks["Bias"] = (config.block_m, config.block_n)
     several = [0, 0] if bias is None else [int(n > 1) for n in bias.shape[:2]]
-    counts = list(call.counts())
-    counts[3] = _group(counts[3], call, config, rows)
-    scalars = (*call.bias_strides, *several, *counts, n_tiles, call.scale, o.softcap)
+    heads, kv_heads, n_heads, _, *lengths = call.counts()
+    sizes = (heads, kv_heads, n_heads, group, *lengths)
+    scalars = (*call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)
     meta = {"PLAN": plan, "num_warps": 4, "launch_pdl": True}
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
     return Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
