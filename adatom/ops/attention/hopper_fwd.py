@@ -96,7 +96,6 @@ class Plan:
     MASK: bool  # some blocks of keys are masked
     SINKS: bool
     LENS: bool
-    EARLY: bool  # launched before the previous kernel has ended
     CONSUMERS: int
     TURNS: bool  # consumers take turns at issuing products
     BLOCK_M: int  # queries of one consumer
@@ -104,8 +103,12 @@ class Plan:
     Q_STAGES: int  # buffers of queries
     STAGES: int  # of keys and of values
     BIAS_STAGES: int
-    REGISTERS: int
     IN_PLACE: bool  # out takes the place of the queries in shared memory
+
+
+@gluon.constexpr_function
+def _plan(*fields):
+    return Plan(*fields)
 
 
 @gluon.jit
@@ -427,27 +430,32 @@ def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "left", "right", "n_tiles"])
 def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
-                PLAN: gl.constexpr):
-    CONSUMERS: gl.constexpr = PLAN.CONSUMERS
-    q_s = make_tiles(Q, PLAN.Q_STAGES * CONSUMERS)
-    k_s = make_tiles(K, PLAN.STAGES)
-    v_s = make_tiles(V, PLAN.STAGES)
-    o_s = q_s if PLAN.IN_PLACE else make_tiles(Out, CONSUMERS)
-    q_full = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
-    q_empty = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
-    k_full = make_barriers(PLAN.STAGES, 1)
-    k_empty = make_barriers(PLAN.STAGES, CONSUMERS)
-    v_full = make_barriers(PLAN.STAGES, 1)
-    v_empty = make_barriers(PLAN.STAGES, CONSUMERS)
-    if PLAN.BIAS == FULL:
-        bias_s = make_tiles(Bias, PLAN.BIAS_STAGES * CONSUMERS)
-        bias_full = make_barriers(PLAN.BIAS_STAGES, CONSUMERS)
-        bias_empty = make_barriers(PLAN.BIAS_STAGES, CONSUMERS)
+                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, FOLD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr,
+                CONSUMERS: gl.constexpr, TURNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+                IN_PLACE: gl.constexpr):
+    PLAN: gl.constexpr = _plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, CONSUMERS, TURNS, BLOCK_M, BLOCK_N,
+                               Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
+    q_s = make_tiles(Q, Q_STAGES * CONSUMERS)
+    k_s = make_tiles(K, STAGES)
+    v_s = make_tiles(V, STAGES)
+    o_s = q_s if IN_PLACE else make_tiles(Out, CONSUMERS)
+    q_full = make_barriers(Q_STAGES * CONSUMERS, 1)
+    q_empty = make_barriers(Q_STAGES * CONSUMERS, 1)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, CONSUMERS)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, CONSUMERS)
+    if BIAS == FULL:
+        bias_s = make_tiles(Bias, BIAS_STAGES * CONSUMERS)
+        bias_full = make_barriers(BIAS_STAGES, CONSUMERS)
+        bias_empty = make_barriers(BIAS_STAGES, CONSUMERS)
     else:
         bias_s, bias_full, bias_empty = k_s, k_full, k_empty  # not looked at
     fence_async_shared()
-    let_next(PLAN.EARLY)
-    wait_for_previous(PLAN.EARLY)
+    let_next(EARLY)
+    wait_for_previous(EARLY)
     rings = (q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     strides = (stride_bb, stride_bh, stride_bm, stride_bn)
@@ -456,14 +464,14 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stri
             (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
             (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
             (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
-        ], [4, 1], [PLAN.REGISTERS, 24])
+        ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
             (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
             (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
             (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
-        ], [4, 4, 1], [PLAN.REGISTERS, PLAN.REGISTERS, 24])
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
 
 def _in_place(dims: tuple[int, int]) -> bool:
@@ -541,7 +549,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
     rows = config.consumers * config.block_m
     n_tiles = call.programs(call.len_q, rows)
-    plan = Plan(
+    meta = dict(
         BIAS=call.meta["BIAS"],
         SOFTCAP=o.softcap > 0,
         FOLD=o.scale > 0 and masks,
@@ -560,6 +568,8 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         BIAS_STAGES=bias_stages,
         REGISTERS=config.registers,
         IN_PLACE=_in_place(dims),
+        num_warps=4,
+        launch_pdl=True,
     )
     blocks = {
         "Q": (config.block_m, dims[0]),
@@ -567,13 +577,12 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         "V": (config.block_n, dims[1]),
         "Out": (config.block_m, dims[1]),
     }
-    if plan.BIAS == 3:
+    if meta["BIAS"] == 3:
         blocks["Bias"] = (config.block_m, config.block_n)
     several = [0, 0] if bias is None else [int(n > 1) for n in bias.shape[:2]]
     heads, kv_heads, n_heads, _, *lengths = call.counts()
     sizes = (heads, kv_heads, n_heads, group, *lengths)
     scalars = (*call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)
-    meta = {"PLAN": plan, "num_warps": 4, "launch_pdl": True}
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
     return Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
 
