@@ -202,9 +202,9 @@ def _end_turn(C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, len_q, len_k,
+def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, len_q, len_k,
                C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """What is added to the scores of queries m0 + i and keys n0 + j, block n of the ring, to broadcast against them."""
+    """What is added to the scores of queries m0 + i and keys n0.., block n of the ring, to broadcast against them."""
     stride_b, stride_h, stride_m, stride_n = bias_strides
     if PLAN.BIAS == FULL:
         wait_full(bias_full, n, PLAN.BIAS_STAGES)
@@ -213,7 +213,10 @@ def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n
         return bias
     elif PLAN.BIAS == KEY:
         X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + n0.to(gl.int64) * stride_n)
-        return gl.load(X + j * stride_n, mask=j < len_k - n0, other=0)[None, :]
+        BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+        key = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))  # read once, then spread to all rows
+        bias = gl.load(X + key * stride_n, mask=key < len_k - n0, other=0)
+        return gl.convert_layout(bias, gl.SliceLayout(0, LAYOUT))[None, :]
     elif PLAN.BIAS == QUERY:
         X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + m0.to(gl.int64) * stride_m)
         return gl.load(X + i * stride_m, mask=i < len_q - m0, other=0)[:, None]
@@ -316,7 +319,7 @@ def _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, PENDING: gl.co
     first = m0 + C * BLOCK_M
     i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, j, len_q,
+    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, len_q,
                       len_k, C, PLAN, LAYOUT)
     s = warpgroup_mma_wait(PENDING, deps=(s,))
     release(k_empty, n, PLAN.STAGES)
@@ -495,9 +498,8 @@ def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int
 
 def _pick(call: Call, dims: tuple[int, int]) -> Config:
     """The configuration for a call."""
-    dim = next(d for d in (64, 128, 256) if max(dims) <= d)
     kind = "bias" if call.x.bias is not None else "causal" if call.right >= 0 else "full"
-    table = CONFIGS[dim, kind]
+    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
     return table[max(n for n in table if n <= call.len_q)]
 
 
