@@ -87,6 +87,7 @@ def biased(*shape: int, dtype: torch.dtype = torch.bfloat16):
         attended(lengths=(512, 500), **biased(8, 1, 1, 500)),
         attended(dims=(128, 128), **biased(8, 1, 512, 512, dtype=torch.bool)),
         attended(**biased(8, 8, 512, 512, dtype=torch.float32)),
+        attended(bias=torch.empty(1, 8, 512, 512, dtype=torch.bfloat16).expand(8, 8, 512, 512)),
     ],
 )
 def test_hopper_takes_the_forward(problem):
@@ -108,6 +109,7 @@ def test_hopper_takes_the_forward(problem):
         (attended(lengths=(0, 512)), "empty tensors"),
         (attended(lengths=(512, 500), **biased(1, 8, 512, 500)), "needs a bias with contiguous keys"),
         (attended(dims=(128, 128), **biased(8, 8, 512, 512, dtype=torch.float32)), "float32 bias"),
+        (attended(bias=torch.empty(8, 8, 1, 512).expand(8, 8, 512, 512)), "needs a bias with contiguous keys"),
         (attended()._replace(tma=False), "addresses and strides of q, k and v"),
         (attended()._replace(varlen=True), "packed sequences"),
     ],

@@ -300,8 +300,10 @@ class Launch(launch.Launch):
 
 
 def descriptor(x: torch.Tensor, block: tuple[int, int]) -> Any:
-    """A descriptor of x (batch, heads, length, dim) for tiles of that many rows and columns."""
+    """A descriptor of x (batch, heads, length, dim) for tiles of that many rows and columns. An expanded dimension has
+    one element, at index 0."""
     box = [1, 1, *block]
     layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride())]  # those of single elements may be anything
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)
+    shape = [n if s else 1 for n, s in zip(x.shape, x.stride())]
+    strides = [s if n > 1 else 16 for n, s in zip(shape[:3], x.stride())]  # those of single elements may be anything
+    return TensorDescriptor(x, shape, [*strides, 1], box, layout)

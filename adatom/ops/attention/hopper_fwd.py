@@ -581,7 +581,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     }
     if meta["BIAS"] == 3:
         blocks["Bias"] = (config.block_m, config.block_n)
-    several = [0, 0] if bias is None else [int(n > 1) for n in bias.shape[:2]]
+    several = [int(stride > 0) for stride in call.bias_strides[:2]]
     heads, kv_heads, n_heads, _, *lengths = call.counts()
     sizes = (heads, kv_heads, n_heads, group, *lengths)
     scalars = (*call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)

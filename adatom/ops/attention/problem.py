@@ -95,14 +95,15 @@ def _ceil_pow2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else n
 
 
-def _suits_tma(*tensors: torch.Tensor) -> bool:
+def _suits_tma(*tensors: torch.Tensor, shared: int = 0) -> bool:
     """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
-    bytes."""
+    bytes, but for the first `shared` dimensions, which may be expanded."""
     for x in tensors:
         size = x.element_size()
         if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
             return False
-        if any(n > 1 and (s <= 0 or s * size % 16) for n, s in zip(x.shape[:-1], x.stride())):
+        steps = [s for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride())) if n > 1 and (s or i >= shared)]
+        if any(s <= 0 or s * size % 16 for s in steps):
             return False
     return True
 
@@ -141,7 +142,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
         device.kind == "cuda" and _suits_tma(q, k, v),
-        device.kind == "cuda" and (bias is None or _suits_tma(bias)),
+        device.kind == "cuda" and (bias is None or _suits_tma(bias, shared=2)),
     )
 
 
