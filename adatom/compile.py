@@ -79,10 +79,11 @@ class Report(NamedTuple):
     """What became of one specialisation.
 
     registers: per thread. spill: bytes of register spill stores; spill_allowed: what its configuration allows. shared:
-    bytes of shared memory. tensor_cores: tensor-core instructions by kind. waits: for those that run on by themselves,
-    wgmma. tma_loads, tma_stores: bulk tensor copies.
-    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. seconds:
-    time to compile, near 0 if Triton's cache had it. failure: None, or why this specialisation fails.
+    bytes of shared memory. tensor_cores: tensor-core instructions by kind. tma_loads, tma_stores: bulk tensor copies.
+    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. waits:
+    for products of warpgroups. overlap: the fewest exponentials between a wait that leaves a product under way and the
+    next wait; None without such a wait. seconds: time to compile, near 0 if Triton's cache had it. failure: None, or
+    why this specialisation fails.
     """
 
     arch: str
@@ -97,12 +98,13 @@ class Report(NamedTuple):
     shared: int = 0
     shared_limit: int = 0
     tensor_cores: dict[str, int] = {}
-    waits: int = 0
     tma_loads: int = 0
     tma_stores: int = 0
     local_loads: int = 0
     local_stores: int = 0
     traps: int = 0
+    waits: int = 0
+    overlap: int | None = None
     seconds: float = 0.0
     failure: str | None = None
 
@@ -249,6 +251,8 @@ def _weightless(arg: Any) -> Any:
 # -- reading machine code ---------------------------------------------------------------------------------------------
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+# what lies between a wait for all products of a warpgroup but the last one, and the wait for that
+_OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR", re.DOTALL)
 _TENSOR_CORE = re.compile(r"(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC\w*MMA)")
 
 
@@ -266,7 +270,8 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
-        counts = Counter(_INSTRUCTION.findall(_run("nvdisasm", "-c", file.name)))
+        text = _run("nvdisasm", "-c", file.name)
+    counts = Counter(_INSTRUCTION.findall(text))
 
     def count(prefix: str) -> int:
         return sum(n for name, n in counts.items() if name.startswith(prefix))
@@ -284,12 +289,13 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "registers": int(registers.group(1)) if registers else 0,
         "spill": spill,
         "tensor_cores": dict(kinds),
-        "waits": count("WARPGROUP.DEPBAR"),
         "tma_loads": count("UTMALDG"),
         "tma_stores": count("UTMASTG") + count("UTMAREDG"),
         "local_loads": count("LDL"),
         "local_stores": count("STL"),
         "traps": count("BPT.TRAP"),
+        "waits": count("WARPGROUP.DEPBAR"),
+        "overlap": min((between.count("MUFU.EX2") for between in _OVERLAP.findall(text)), default=None),
     }
 
 
@@ -327,11 +333,23 @@ def build(spec: Spec) -> Report:
         return report._replace(failure="is nothing but a trap: the compiler gave up, mostly for want of tensor memory")
     if report.shared > limit:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
-    if report.waits > 2 * compiled.asm["ptx"].count("wgmma.wait_group"):
-        return report._replace(failure="waits for each wgmma: the assembler could keep none under way")
     if report.spill > report.spill_allowed:
         return report._replace(failure=f"spills {report.spill} bytes; its configuration allows {report.spill_allowed}")
+    if spec.kernel.is_gluon():
+        return report._replace(failure=_schedule(report))
     return report
+
+
+def _schedule(report: Report) -> str | None:
+    """What the compiler did to the schedule of a Hopper kernel: it may move waits, or wait for each product."""
+    products = report.tensor_cores.get("HGMMA", 0)
+    if not products:
+        return "does not multiply by warpgroups"
+    if 2 * report.waits > products:
+        return f"waits {report.waits} times for {products} products: they are serialised"
+    if report.op == "attention_fwd" and (report.overlap or 0) < report.meta["BLOCK_N"] // 4:
+        return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
+    return None
 
 
 _specs: list[Spec] = []  # what worker processes inherit by fork: kernels and arguments do not travel in pickles

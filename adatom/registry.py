@@ -41,6 +41,7 @@ class Row(NamedTuple):
 
 
 ROWS: tuple[Row, ...] = (
+    Row("attention_fwd", "hopper", "attention.hopper_fwd:forward", attention.hopper_fwd),
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),

@@ -109,7 +109,9 @@ def kernels():
 
 def test_every_row_is_compiled(kernels):
     targets = {(r.op, r.backend): r.target for r in compiling.kernel_rows()}  # rows may share one
-    assert {targets[r["op"], r["backend"]] for r in kernels} == set(targets.values())
+    for arch in ("sm_80", "sm_90"):
+        wanted = {t for (_, backend), t in targets.items() if arch == "sm_90" or "hopper" not in backend}
+        assert {targets[r["op"], r["backend"]] for r in kernels if r["arch"] == arch} == wanted
     assert {r["arch"] for r in kernels} == {"sm_80", "sm_90"}
 
 
@@ -127,22 +129,15 @@ def test_kernels_use_the_hardware(kernels):
     assert {r["arch"] for r in kernels if r["tma_loads"]} == {"sm_90"}
 
 
-@pytest.fixture(scope="module")
-def hopper():
-    """Reports of what the Hopper rows launch."""
-    words = ("--arch", "sm_90", "-k", "hopper bf16", "--jobs", "2", "--json")
-    return json.loads(run("-c", "from adatom.cli import app; app()", "compile", *words))["kernels"]
-
-
-def test_hopper_kernels(hopper):
-    main = [r for r in hopper if r["kernel"] == "hopper_bwd._bwd_kernel"]
-    assert {r["meta"]["D"] for r in main} == {64, 128}
-    for r in main:
-        products = 96 if r["meta"]["D"] == 64 else 64  # wgmmas of two consumers: one block, and dQ of the last if late
-        assert r["tensor_cores"] == {"HGMMA": products}
-        assert r["waits"] <= 14, "wgmmas one after the other"
-        assert r["tma_loads"] and r["tma_stores"]
-        assert r["spill"] <= r["spill_allowed"]
+def test_the_schedule_of_hopper_kernels(kernels):
+    """Products in flight, exponentials under them, no spills."""
+    for r in kernels:
+        if r["kernel"] in ("hopper_fwd._fwd_kernel", "hopper_bwd._bwd_kernel"):
+            assert r["failure"] is None
+            assert r["spill"] == 0 or r["op"] != "attention_fwd"
+            assert r["tma_loads"] and r["tma_stores"]
+            assert r["tensor_cores"]["HGMMA"] > 2 * r["waits"]
+            assert r["overlap"] >= 32 or r["op"] != "attention_fwd"
 
 
 def test_quick_names_cases():

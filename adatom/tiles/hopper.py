@@ -222,6 +222,18 @@ def visible(i, j, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.cons
 
 
 @gluon.jit
+def keys_of_query(i, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """(first, last) key that query i sees; it may be that last < first."""
+    first = i * 0
+    last = first + (len_k - 1)
+    if RIGHT:
+        last = gl.minimum(last, i + (offset + right))
+    if LEFT:
+        first = i + (offset - left)
+    return first, last
+
+
+@gluon.jit
 def keys_seen(m0, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr):
     """(begin, end) of the keys that some query of m0.. sees; begin is a multiple of BLOCK_N, end may lie before it."""
@@ -289,14 +301,15 @@ class Launch(launch.Launch):
 
 def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor of x for tiles of that shape: of x (batch, heads, length, dim) so many rows and columns, swizzled in
-    shared memory; of an x with fewer dimensions as it lies."""
+    shared memory; of an x with fewer dimensions as it lies. An expanded dimension has one element, at index 0."""
     box = [1] * (x.dim() - len(block)) + list(block)
     if x.dim() == 4:
         layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
     else:
         layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), x.dim())
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())]  # those of single elements may be anything
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)
+    shape = [n if s else 1 for n, s in zip(x.shape, x.stride())]
+    strides = [s if n > 1 else 16 for n, s in zip(shape[:-1], x.stride())]  # those of single elements may be anything
+    return TensorDescriptor(x, shape, [*strides, 1], box, layout)
 
 
 # -- what the backward adds ------------------------------------------------------------------------------------------

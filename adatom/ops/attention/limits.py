@@ -43,6 +43,44 @@ def triton_second(p: Problem) -> str | None:
     return None
 
 
+def hopper_fwd(p: Problem) -> str | None:
+    """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
+    if p.varlen:
+        return "does not take packed sequences"
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
+    if not p.tma:
+        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
+        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
+    if p.bias == "full" and not p.bias_tma:
+        return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
+    return _hopper_fwd_slower(p)
+
+
+def _hopper_fwd_slower(p: Problem) -> str | None:
+    """Where Triton's forward was as fast or faster on an H100 (docs/hopper.md)."""
+    dim = max(p.head_dim, p.head_dim_v)
+    if p.seqlen_q < 128:
+        return "is not worth it for 64 queries or fewer"
+    if p.batch * p.heads * (p.seqlen_q // 128) < 64:
+        return "is not worth it for so few queries: they would occupy less than half of the GPU"
+    if dim <= 32:
+        return "is not worth it for a head_dim of 32 or less"
+    if p.softcap and dim <= 128:
+        return "is not worth it with softcap for a head_dim of 128 or less"
+    if p.bias == "full" and p.bias_dtype == torch.float32 and dim > 64:
+        return "is not worth it with a float32 bias for a head_dim above 64"
+    return None
+
+
 def hopper_bwd_any(p: Problem) -> str | None:
     """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias, whole batches."""
     if p.device.kind != "cuda" or p.device.arch != 90:

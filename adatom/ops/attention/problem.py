@@ -101,14 +101,15 @@ def _floor_pow2(n: int) -> int:
     return 1 << (n.bit_length() - 1) if n else 0
 
 
-def _suits_tma(*tensors: torch.Tensor) -> bool:
+def _suits_tma(*tensors: torch.Tensor, shared: int = 0) -> bool:
     """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
-    bytes."""
+    bytes, but for the first `shared` dimensions, which may be expanded."""
     for x in tensors:
         size = x.element_size()
         if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
             return False
-        if any(n > 1 and (s <= 0 or s * size % 16) for n, s in zip(x.shape[:-1], x.stride())):
+        steps = [s for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride())) if n > 1 and (s or i >= shared)]
+        if any(s <= 0 or s * size % 16 for s in steps):
             return False
     return True
 
@@ -157,7 +158,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         device.kind == "cuda" and _suits_tma(q, k, v),
         _floor_pow2(min(seqlen_q, seqlen_k)),
         _window_keys(o, seqlen_k),
-        device.kind == "cuda" and (bias is None or _suits_tma(bias)),
+        device.kind == "cuda" and (bias is None or _suits_tma(bias, shared=2)),
     )
 
 
