@@ -7,7 +7,6 @@ shared memory, tensor-core and TMA instructions.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -300,14 +299,6 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
     }
 
 
-def _flat(meta: dict[str, Any]) -> dict[str, Any]:
-    """Launch options and constexprs; a dataclass among these stands for its fields."""
-    flat: dict[str, Any] = {}
-    for name, value in meta.items():
-        flat |= dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {name: value}  # type: ignore[arg-type]
-    return flat
-
-
 def _reason(error: BaseException) -> str:
     """One line. Triton shows the line of the kernel, ending in a caret; what is wrong with it is the cause."""
     while error.__cause__ is not None:
@@ -325,7 +316,7 @@ def build(spec: Spec) -> Report:
         spec.backend,
         _name(spec.kernel),
         spec.case,
-        {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in _flat(spec.meta).items()},
+        {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in spec.meta.items()},
         spill_allowed=spec.spill * 5 // 4,  # tuned under one Triton; another may spill a quarter more
         shared_limit=limit,
     )
@@ -344,7 +335,7 @@ def build(spec: Spec) -> Report:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
     if report.spill > report.spill_allowed:
         return report._replace(failure=f"spills {report.spill} bytes; its configuration allows {report.spill_allowed}")
-    if spec.backend.startswith("hopper"):
+    if spec.kernel.is_gluon():
         return report._replace(failure=_schedule(report))
     return report
 
@@ -401,7 +392,7 @@ def build_all(specs: list[Spec], jobs: int, advance: Callable[[Report], None]) -
 
 def build_failed(spec: Spec) -> Report:
     """The report of a specialisation whose compiler process died."""
-    kernel, meta = _name(spec.kernel), {k: str(v) for k, v in _flat(spec.meta).items()}
+    kernel, meta = _name(spec.kernel), {k: str(v) for k, v in spec.meta.items()}
     return Report(f"sm_{spec.arch}", spec.op, spec.backend, kernel, spec.case, meta, failure="the compiler died")
 
 

@@ -211,6 +211,17 @@ def store_tile(desc, b, h, row, column, tile):
 
 
 @gluon.jit
+def visible(i, j, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Whether query i sees key j: j < len_k, i + offset - left <= j <= i + offset + right."""
+    seen = j < len_k
+    if LEFT:
+        seen &= j >= i + offset - left
+    if RIGHT:
+        seen &= j <= i + offset + right
+    return seen
+
+
+@gluon.jit
 def keys_of_query(i, offset, len_k, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """(first, last) key that query i sees; it may be that last < first."""
     first = i * 0
@@ -288,9 +299,55 @@ class Launch(launch.Launch):
         return made
 
 
-def descriptor(x: torch.Tensor, block: tuple[int, int]) -> Any:
-    """A descriptor of x (batch, heads, length, dim) for tiles of that many rows and columns."""
-    box = [1, 1, *block]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride())]  # those of single elements may be anything
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)
+def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
+    """A descriptor of x for tiles of that shape: of x (batch, heads, length, dim) so many rows and columns, swizzled in
+    shared memory; of an x with fewer dimensions as it lies. An expanded dimension has one element, at index 0."""
+    box = [1] * (x.dim() - len(block)) + list(block)
+    if x.dim() == 4:
+        layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
+    else:
+        layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), x.dim())
+    shape = [n if s else 1 for n, s in zip(x.shape, x.stride())]
+    strides = [s if n > 1 else 16 for n, s in zip(shape[:-1], x.stride())]  # those of single elements may be anything
+    return TensorDescriptor(x, shape, [*strides, 1], box, layout)
+
+
+# -- what the backward adds ------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_tile_and_numbers(desc, b, h, row, numbers, start, full, tile, values):
+    """Begin to copy rows row.. of (b, h) to a tile, and elements start.. of a 1-D descriptor to `values`."""
+    mbarrier.expect(full, desc.block_type.nbytes + numbers.block_type.nbytes)
+    tma.async_load(desc, [b, h, row, 0], full, as_box(desc, tile))
+    tma.async_load(numbers, [start], full, values)
+
+
+@gluon.jit
+def blocks_of_queries(n0, offset, len_q, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr):
+    """Blocks of queries of the keys n0.. as (begin, whole_begin, whole_end, end).
+
+    Blocks begin..end hold all queries that see some key of n0..n0 + BLOCK_N; of whole_begin..whole_end every query sees
+    all of them. Ends of sequences do not count.
+    """
+    begin = n0 * 0
+    whole_begin = begin
+    end = (len_q + BLOCK_M - 1) // BLOCK_M + begin
+    whole_end = end
+    if LEFT:
+        last = gl.maximum(n0 + BLOCK_N - offset + left, 0)  # queries from here on see no key
+        end = gl.minimum(end, (last + BLOCK_M - 1) // BLOCK_M)
+        whole_end = gl.minimum(end, gl.maximum(n0 + 1 - offset + left, 0) // BLOCK_M)
+    if RIGHT:
+        begin = gl.maximum(n0 - offset - right, 0) // BLOCK_M
+        whole_begin = (gl.maximum(n0 + BLOCK_N - 1 - offset - right, 0) + BLOCK_M - 1) // BLOCK_M
+    return begin, whole_begin, whole_end, end
+
+
+@gluon.jit
+def tanh_of_scores(x):
+    """tanh to 1e-7, absolute: what scores of 16-bit operands need. Infinities of exp2 give 1."""
+    e = gl.exp2(x * (2.0 * LOG2E)) + 1.0
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return 1.0 - 2.0 * gl.inline_asm_elementwise(asm, "=f,f", [e], dtype=gl.float32, is_pure=True, pack=1)

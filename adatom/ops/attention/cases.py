@@ -293,6 +293,41 @@ def _kind(dtype: torch.dtype, precision: str | None) -> str:
     return precision or {F16: "f16", BF16: "bf16"}[dtype]
 
 
+_FILLED: tuple[tuple[str, int, tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
+    ("window", 4, (777, 777), 64, BF16, {"window": (100, None), "causal": True}),
+    ("window both", 2, (777, 600), 128, F16, {"window": (65, 31)}),
+    ("window misses tiles", 2, (600, 900), 128, BF16, {"window": (3, 2)}),
+    ("softcap", 4, (333, 421), 256, BF16, {"softcap": 3.0, "magnitude": 4.0}),
+    ("sinks", 2, (333, 421), 64, BF16, {"sinks": True, "causal": True, "window": (128, None)}),
+    ("negative scale", 4, (333, 421), 64, BF16, {"scale": -0.2}),
+    ("large scores", 4, (333, 421), 64, F16, {"magnitude": 12.0, "causal": True}),
+    ("rows with nothing", 2, (421, 133), 64, BF16, {"causal": True}),
+    ("one key", 2, (333, 1), 64, F16, {}),
+    ("bshd", 2, (333, 333), 64, F16, {"layout": "bshd", "causal": True}),
+    ("three consumers", 2, (1100, 1300), 64, BF16, {"sinks": True}),
+    ("three consumers, kv_lens", 2, (1100, 1300), 64, BF16, {"kv_lens": True}),
+    ("kv_lens", 2, (333, 421), 128, BF16, {"kv_lens": True, "causal": True}),
+    ("kv_lens 256", 2, (333, 421), 256, F16, {"kv_lens": True, "window": (150, 20)}),
+    *(
+        (f"bias {bias} {d}", 2, (333, 432), d, dtype, {"bias": bias, "bias_dtype": bias_dtype, **more})
+        for bias, d, dtype, bias_dtype, more in (
+            ("bhqk", 64, BF16, None, {}),
+            ("1hqk", 128, BF16, None, {"causal": True}),
+            ("b1qk", 40, F16, None, {"sinks": True}),
+            ("11qk", 64, BF16, F32, {"causal": True}),
+            ("bhqk-inf", 128, F16, BF16, {"layout": "bshd"}),
+            ("1hqk-far", 64, BF16, None, {"window": (100, 60)}),
+            ("b1qk-bool", 128, BF16, None, {}),
+            ("11qk-bool", 96, F16, None, {"causal": True}),
+            ("bh1k", 64, BF16, None, {"causal": True}),
+            ("b11k-bool", 128, BF16, None, {}),
+            ("bhq1", 64, F16, F32, {"sinks": True}),
+            ("b1qk", 128, BF16, None, {"kv_lens": True, "causal": True}),
+            ("bhqk", 256, BF16, None, {}),
+        )
+    ),
+)
+
 GPU: tuple[Case, ...] = (
     *(
         Case(f"{_kind(*kind)} {d}x{dv}", 2, 2, 2, 333, 421, d, dv, *kind, causal=i % 2 == 1)
@@ -346,20 +381,44 @@ GPU: tuple[Case, ...] = (
     Case("bias 1hqk -far f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-far"),
     Case("bias b11k -far f32", 2, 4, 4, 256, 256, 64, 64, F32, bias="b11k-far"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
-    # rows of the bias that begin at multiples of 16 bytes, as TMA wants them
+    # so many tiles that Hopper's backward is the fastest
+    Case("many", 4, 16, 16, 1024, 1024, 64, 64, BF16),
+    Case("many causal", 4, 16, 8, 1024, 1100, 128, 128, BF16, causal=True),
+    Case("many odd f16", 3, 20, 20, 777, 1001, 96, 80, F16, softcap=10.0),
+    Case("many odd causal", 4, 16, 16, 1130, 1077, 40, 64, BF16, causal=True, sinks=True, layout="bshd"),
+    Case("many, window", 4, 16, 8, 1300, 1500, 128, 128, BF16, window=(1100, None), causal=True),
+    Case("many, window both", 4, 16, 16, 1200, 1300, 64, 64, F16, window=(900, 300)),
+    # enough queries for kernels that leave small problems to others; rows of the bias at multiples of 16 bytes, for TMA
     *(
-        Case(f"aligned bias {bias}", 2, 4, 2, 333, 432, d, d, dtype, bias=bias, bias_dtype=bias_dtype, **options)
-        for bias, d, dtype, bias_dtype, options in (
-            ("bhqk", 64, BF16, None, {}),
-            ("1hqk", 128, BF16, None, {"causal": True}),
-            ("b1qk", 32, F16, None, {"sinks": True}),
-            ("11qk", 96, BF16, F32, {"causal": True}),
-            ("bhqk-inf", 128, F16, F32, {"layout": "bshd"}),
-            ("1hqk-far", 64, BF16, None, {"window": (100, 60)}),
-            ("b1qk-bool", 128, BF16, None, {}),
-            ("11qk-bool", 40, F16, None, {"softcap": 4.0, "causal": True}),
-        )
+        Case(f"filled {d}x{dv}", 4, 8, 2, 333, 421, d, dv, (BF16, F16)[i % 2], causal=i % 2 == 1)
+        for i, (d, dv) in enumerate((*((d, d) for d in (40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (64, 128)))
     ),
+    *(
+        Case(f"filled {name}", 4, 4, kv_heads, *lengths, d, d, dtype, **options)
+        for name, kv_heads, lengths, d, dtype, options in _FILLED
+    ),
+    Case(
+        "filled everything",
+        4,
+        8,
+        2,
+        333,
+        432,
+        80,
+        48,
+        BF16,
+        bias="1hqk",
+        causal=True,
+        window=(200, None),
+        sinks=True,
+        kv_lens=True,
+        scale=0.2,
+        layout="bshd",
+    ),
+    Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
+    Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
+    Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
+    Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
     Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
     Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
@@ -382,7 +441,7 @@ GPU: tuple[Case, ...] = (
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
-    Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 16, 16, BF16, causal=True),
+    Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 40, 40, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
     Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
     Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),
@@ -401,6 +460,7 @@ _QUICK = (
     ),
     *("bias bhqk", "bias 1hqk f32", "bias b11k", "bias bhq1 f32", "bias 1hqk -inf f16", "kv_lens", "varlen"),
     *("varlen everything", "everything", "over 65535 heads"),
+    *("filled 64x64", "filled 128x128", "filled bias bhqk 64", "filled everything"),
 )
 QUICK: tuple[Case, ...] = tuple(case for case in GPU if case.name in _QUICK)
 

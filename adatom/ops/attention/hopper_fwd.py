@@ -64,14 +64,23 @@ class Config(NamedTuple):
     registers: int
     persistent: bool
     turns: bool = True
+    spill: int = 0
 
 
-# (largest head_dim, whether the last keys are masked for the first queries) -> tile
-CONFIGS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(2, 64, 128, 2, 240, True),
-    (64, True): Config(2, 64, 128, 2, 240, True),
-    (128, False): Config(2, 64, 128, 2, 240, True),
-    (128, True): Config(2, 64, 128, 2, 240, True),
+_PAIR = Config(2, 64, 128, 2, 240, True)
+_WIDE = Config(2, 64, 64, 2, 240, True)
+_THREE = Config(3, 64, 128, 4, 160, True, spill=64)
+# (largest head_dim, kind of call) -> queries from which a tile serves: tile; measured, see docs/hopper.md
+CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
+    (64, "full"): {0: _PAIR._replace(stages=4), 1024: _THREE},
+    (64, "causal"): {0: _PAIR._replace(stages=4), 4096: _THREE, 8192: _THREE._replace(persistent=False)},
+    (64, "bias"): {0: _PAIR._replace(spill=64)},
+    (128, "full"): {0: _PAIR, 8192: _PAIR._replace(persistent=False)},
+    (128, "causal"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
+    (128, "bias"): {0: _PAIR._replace(spill=64)},
+    (256, "full"): {0: _WIDE, 8192: _WIDE._replace(persistent=False)},
+    (256, "causal"): {0: _WIDE._replace(persistent=False)},
+    (256, "bias"): {0: _WIDE._replace(spill=64)},
 }
 
 
@@ -86,7 +95,7 @@ class Plan:
     RIGHT: bool
     MASK: bool  # some blocks of keys are masked
     SINKS: bool
-    EARLY: bool  # launched before the previous kernel has ended
+    LENS: bool
     CONSUMERS: int
     TURNS: bool  # consumers take turns at issuing products
     BLOCK_M: int  # queries of one consumer
@@ -94,7 +103,12 @@ class Plan:
     Q_STAGES: int  # buffers of queries
     STAGES: int  # of keys and of values
     BIAS_STAGES: int
-    REGISTERS: int
+    IN_PLACE: bool  # out takes the place of the queries in shared memory
+
+
+@gluon.constexpr_function
+def _plan(*fields):
+    return Plan(*fields)
 
 
 @gluon.jit
@@ -119,9 +133,18 @@ def _tile(t, sizes, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(m0, sizes, PLAN: gl.constexpr):
-    """(first key, blocks of keys) of the tile of queries m0... One that sees nothing has a block, all of it masked."""
+def _keys(Lens, b, sizes, PLAN: gl.constexpr):
+    """How many keys there are for batch element b."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    if PLAN.LENS:
+        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    return len_k
+
+
+@gluon.jit
+def _blocks(m0, len_k, sizes, PLAN: gl.constexpr):
+    """(first key, blocks of keys) of the tile of queries m0... One that sees nothing has a block, all of it masked."""
+    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
     begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, PLAN.BLOCK_N)
     return begin, gl.maximum((end - begin + PLAN.BLOCK_N - 1) // PLAN.BLOCK_N, 1)
@@ -134,7 +157,7 @@ def _own(turn, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
+def _producer(Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
     """Keeps the rings full."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
@@ -143,7 +166,7 @@ def _producer(Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.con
     n = 0
     for turn in range(tiles_of_program(n_tiles)):
         b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
-        begin, blocks = _blocks(m0, sizes, PLAN)
+        begin, blocks = _blocks(m0, _keys(Lens, b, sizes, PLAN), sizes, PLAN)
         hk = h // (heads // kv_heads)
         for c in gl.static_range(CONSUMERS):
             i = _own(turn, c, PLAN)
@@ -179,10 +202,9 @@ def _end_turn(C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, j, sizes, C: gl.constexpr,
-               PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """What is added to the scores of queries m0 + i and keys n0 + j, block n of the ring, to broadcast against them."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n0, i, len_q, len_k,
+               C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """What is added to the scores of queries m0 + i and keys n0.., block n of the ring, to broadcast against them."""
     stride_b, stride_h, stride_m, stride_n = bias_strides
     if PLAN.BIAS == FULL:
         wait_full(bias_full, n, PLAN.BIAS_STAGES)
@@ -191,7 +213,10 @@ def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n
         return bias
     elif PLAN.BIAS == KEY:
         X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + n0.to(gl.int64) * stride_n)
-        return gl.load(X + j * stride_n, mask=j < len_k - n0, other=0)[None, :]
+        BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+        key = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))  # read once, then spread to all rows
+        bias = gl.load(X + key * stride_n, mask=key < len_k - n0, other=0)
+        return gl.convert_layout(bias, gl.SliceLayout(0, LAYOUT))[None, :]
     elif PLAN.BIAS == QUERY:
         X = Bias + (b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + m0.to(gl.int64) * stride_m)
         return gl.load(X + i * stride_m, mask=i < len_q - m0, other=0)[:, None]
@@ -200,9 +225,8 @@ def _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, m0, n
 
 
 @gluon.jit
-def _scores(s, bias, i, j, cut, sizes, scale, softcap, PLAN: gl.constexpr):
+def _scores(s, bias, i, j, cut, len_q, len_k, left, right, scale, softcap, PLAN: gl.constexpr):
     """Scores of queries i and keys j from s = q k^T; without the scale if FOLD. cut: the mask cuts this block."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     if not PLAN.FOLD:
         if PLAN.SOFTCAP:
             s = softcap * tanh(s * (scale / softcap))
@@ -282,27 +306,41 @@ def _multiply_both(p, acc, turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr, 
 
 
 @gluon.jit
-def _probabilities(s, m, l, n, b, h, m0, n0, given, rings, PENDING: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr,
-                   LAYOUT: gl.constexpr):
+def _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, PENDING: gl.constexpr, C: gl.constexpr,
+                   PLAN: gl.constexpr, LAYOUT: gl.constexpr):
     """Wait for the scores of block n, whose first key is n0; then a step of the softmax: (p, alpha, m, l).
 
     PENDING: products begun later, which are left under way."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     Bias, bias_strides, sizes, scale, softcap = given
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     first = m0 + C * BLOCK_M
     i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, j, sizes, C, PLAN,
-                      LAYOUT)
+    bias = _load_bias(Bias, bias_strides, bias_s, bias_full, bias_empty, n, b, h, first, n0, i, len_q,
+                      len_k, C, PLAN, LAYOUT)
     s = warpgroup_mma_wait(PENDING, deps=(s,))
     release(k_empty, n, PLAN.STAGES)
     begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
     cut = (n0 < begin) | (n0 + BLOCK_N > end)
-    s = _scores(s, bias, first + i, n0 + j, cut, sizes, scale, softcap, PLAN)
+    s = _scores(s, bias, first + i, n0 + j, cut, len_q, len_k, left, right, scale, softcap, PLAN)
     return _softmax(s, m, l, scale, PLAN)
+
+
+@gluon.jit
+def _clear_padding(v, v_full, n, keys, PLAN: gl.constexpr):
+    """Zero the values from row `keys` on, which may be NaN. All consumers do it, each before it multiplies by them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BLOCK_N: gl.constexpr = v.shape[0]
+    if keys < BLOCK_N:
+        wait_full(v_full, n, PLAN.STAGES)
+        row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        x = v.load(LAYOUT)
+        v.store(gl.where(row[:, None] < keys, x, gl.zeros_like(x)))
+        fence_async_shared()
+        gl.barrier()
 
 
 @gluon.jit
@@ -319,14 +357,14 @@ def _settle(acc, p, n, rings, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
+def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
               PLAN: gl.constexpr):
     """Computes BLOCK_M rows of out and lse of every tile."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     given = (Bias, bias_strides, sizes, scale, softcap)
     DIM_V: gl.constexpr = o_s.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -335,7 +373,6 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale,
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
-    o = o_s.index(C)
     if PLAN.TURNS and C == PLAN.CONSUMERS - 1:
         named_arrive(TURN, 256)  # the first consumer begins
 
@@ -347,23 +384,27 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale,
         s = _multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         _end_turn(C, PLAN)
         b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
-        begin, blocks = _blocks(m0, sizes, PLAN)
+        len_k = _keys(Lens, b, sizes, PLAN)
+        begin, blocks = _blocks(m0, len_k, sizes, PLAN)
         n0 = begin + (blocks - 1) * BLOCK_N
         m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
         acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
-        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, given, rings, 0, C, PLAN, S_LAYOUT)
-        p = gl.convert_layout(p.to(o.dtype), P_LAYOUT, assert_trivial=True)
+        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, 0, C, PLAN, S_LAYOUT)
+        p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+        if PLAN.LENS:
+            _clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
         n += 1
 
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             s, acc = _multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, given, rings, 1, C, PLAN, S_LAYOUT)
+            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, 1, C, PLAN, S_LAYOUT)
             acc, p = _settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
             acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
             n += 1
 
-        mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
+        if not PLAN.IN_PLACE:
+            mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
         wait_full(v_full, n - 1, STAGES)
         acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
         seen = l > 0.0
@@ -373,61 +414,80 @@ def _consumer(Out, Lse, Bias, Sinks, bias_strides, rings, sizes, n_tiles, scale,
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(v_empty, n - 1, STAGES)
         acc = acc * gl.convert_layout(1.0 / l, O_ROWS)[:, None]
-        tma.store_wait(0)  # the tile before has left
-        gl.barrier()
+        if PLAN.IN_PLACE:
+            o = q_s.index(_own(turn, C, PLAN))
+        else:
+            o = o_s.index(C)
+            tma.store_wait(0)  # the tile before has left
+            gl.barrier()
         o.store(acc.to(o.dtype))
         fence_async_shared()
         store_tile(Out, b, h, m0 + C * BLOCK_M, 0, o)
+        if PLAN.IN_PLACE:
+            tma.store_wait(0)
+            gl.barrier()
+            mbarrier.arrive(q_empty.index(_own(turn, C, PLAN)), count=1)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "left", "right", "n_tiles"])
-def _fwd_kernel(Q, K, V, Bias, Sinks, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
+def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
-                PLAN: gl.constexpr):
-    CONSUMERS: gl.constexpr = PLAN.CONSUMERS
-    q_s = make_tiles(Q, PLAN.Q_STAGES * CONSUMERS)
-    k_s = make_tiles(K, PLAN.STAGES)
-    v_s = make_tiles(V, PLAN.STAGES)
-    o_s = make_tiles(Out, CONSUMERS)
-    q_full = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
-    q_empty = make_barriers(PLAN.Q_STAGES * CONSUMERS, 1)
-    k_full = make_barriers(PLAN.STAGES, 1)
-    k_empty = make_barriers(PLAN.STAGES, CONSUMERS)
-    v_full = make_barriers(PLAN.STAGES, 1)
-    v_empty = make_barriers(PLAN.STAGES, CONSUMERS)
-    if PLAN.BIAS == FULL:
-        bias_s = make_tiles(Bias, PLAN.BIAS_STAGES * CONSUMERS)
-        bias_full = make_barriers(PLAN.BIAS_STAGES, CONSUMERS)
-        bias_empty = make_barriers(PLAN.BIAS_STAGES, CONSUMERS)
+                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, FOLD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr,
+                CONSUMERS: gl.constexpr, TURNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+                IN_PLACE: gl.constexpr):
+    PLAN: gl.constexpr = _plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, CONSUMERS, TURNS, BLOCK_M, BLOCK_N,
+                               Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
+    q_s = make_tiles(Q, Q_STAGES * CONSUMERS)
+    k_s = make_tiles(K, STAGES)
+    v_s = make_tiles(V, STAGES)
+    o_s = q_s if IN_PLACE else make_tiles(Out, CONSUMERS)
+    q_full = make_barriers(Q_STAGES * CONSUMERS, 1)
+    q_empty = make_barriers(Q_STAGES * CONSUMERS, 1)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, CONSUMERS)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, CONSUMERS)
+    if BIAS == FULL:
+        bias_s = make_tiles(Bias, BIAS_STAGES * CONSUMERS)
+        bias_full = make_barriers(BIAS_STAGES, CONSUMERS)
+        bias_empty = make_barriers(BIAS_STAGES, CONSUMERS)
     else:
         bias_s, bias_full, bias_empty = k_s, k_full, k_empty  # not looked at
     fence_async_shared()
-    let_next(PLAN.EARLY)
-    wait_for_previous(PLAN.EARLY)
+    let_next(EARLY)
+    wait_for_previous(EARLY)
     rings = (q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     strides = (stride_bb, stride_bh, stride_bm, stride_bn)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_producer, (Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
-        ], [4, 1], [PLAN.REGISTERS, 24])
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
+        ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
-            (_producer, (Q, K, V, Bias, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
-        ], [4, 4, 1], [PLAN.REGISTERS, PLAN.REGISTERS, 24])
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
+            (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+
+
+def _in_place(dims: tuple[int, int]) -> bool:
+    """Whether out takes the place of the queries: there is no room for both."""
+    return dims == (256, 256)
 
 
 def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]:
     """(buffers of queries, of a bias) that fit in shared memory beside all else; (0, 0) where not one of each does."""
     bias, rows = call.x.bias, config.consumers * config.block_m
     q = rows * dims[0] * 2
-    free = call.device.shared_memory - 1024 - (rows * dims[1] + config.stages * config.block_n * sum(dims)) * 2
+    out = 0 if _in_place(dims) else rows * dims[1]
+    free = call.device.shared_memory - 1024 - (out + config.stages * config.block_n * sum(dims)) * 2
     block = rows * config.block_n * bias.element_size() if bias is not None and call.meta["BIAS"] == 3 else 0
     several = 2 if config.persistent else 1
     for stages in ((several, 2), (several, 1), (1, 1)):
@@ -436,18 +496,53 @@ def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int
     return 0, 0
 
 
-def _group(most: int, call: Call, config: Config, rows: int) -> int:
-    """How many heads go together: `most` fit in L2. Persistent programs take about one and a half waves of tiles, so
-    that memory is read evenly and long tiles meet short ones; without a causal mask, a head at a time."""
-    if not config.persistent:
-        return most
-    return max(1, min(most, 3 * call.device.sms // (2 * -(-call.len_q // rows)))) if call.right >= 0 else 1
+def _pick(call: Call, dims: tuple[int, int]) -> Config:
+    """The configuration for a call."""
+    kind = "bias" if call.x.bias is not None else "causal" if call.right >= 0 else "full"
+    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
+    return table[max(n for n in table if n <= call.len_q)]
+
+
+def _imbalance(group: int, call: Call, config: Config) -> float:
+    """How much longer than the average the longest of the persistent programs works on causal tiles, heads going in
+    such groups: a model of `_tile`, `_blocks` and `tile_number`, in blocks of keys, a tile costing one more."""
+    rows, programs = config.consumers * config.block_m, call.device.sms
+    n_blocks, n_heads = -(-call.len_q // rows), call.batch * call.heads
+    t = torch.arange(min(n_blocks * n_heads, 64 * programs), device="cpu")
+    first = t // (group * n_blocks) * group
+    block = n_blocks - 1 - (t - first * n_blocks) // (n_heads - first).clamp(max=group)
+    keys = ((block + 1) * rows + call.len_k - call.len_q + call.right).clamp(min=1, max=max(call.len_k, 1))
+    place, turn = t % programs, t // programs
+    program = torch.where(turn % 2 == 1, programs - 1 - place, place)
+    cost = (keys + config.block_n - 1) // config.block_n + 1
+    load = torch.zeros(programs, dtype=cost.dtype, device="cpu").scatter_add_(0, program, cost)
+    return float(load.max() / load.double().mean())
+
+
+def _balance(config: Config, call: Call) -> tuple[Config, int]:
+    """(config, how many heads go together). At most as many as fit in L2.
+
+    Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
+    of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
+    """
+    most = call.counts()[3]
+    if not config.persistent or call.right < 0:
+        return config, most if not config.persistent else 1
+    waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
+    tried = []
+    for n in (1.5, 1, 2, 3):
+        group = max(1, min(most, int(n * waves)))
+        tried.append((_imbalance(group, call, config), group))
+        if tried[-1][0] <= 1.03:
+            break
+    imbalance, group = min(tried)
+    return (config, group) if imbalance <= 1.1 else (config._replace(persistent=False), most)
 
 
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
-    config = CONFIGS[64 if max(dims) <= 64 else 128, call.right >= 0]
+    config, group = _balance(_pick(call, dims), call)
     q_stages, bias_stages = _stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
@@ -456,14 +551,15 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
     rows = config.consumers * config.block_m
     n_tiles = call.programs(call.len_q, rows)
-    plan = Plan(
+    meta = dict(
         BIAS=call.meta["BIAS"],
         SOFTCAP=o.softcap > 0,
         FOLD=o.scale > 0 and masks,
         LEFT=call.left >= 0,
         RIGHT=call.right >= 0,
-        MASK=call.left >= 0 or call.right >= 0 or call.len_k % config.block_n != 0,
+        MASK=call.left >= 0 or call.right >= 0 or not call.even(call.len_k, config.block_n),
         SINKS=x.sinks is not None,
+        LENS=x.kv_lens is not None,
         EARLY=True,
         CONSUMERS=config.consumers,
         TURNS=config.turns and config.consumers > 1,
@@ -473,6 +569,9 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         STAGES=config.stages,
         BIAS_STAGES=bias_stages,
         REGISTERS=config.registers,
+        IN_PLACE=_in_place(dims),
+        num_warps=4,
+        launch_pdl=True,
     )
     blocks = {
         "Q": (config.block_m, dims[0]),
@@ -480,15 +579,14 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         "V": (config.block_n, dims[1]),
         "Out": (config.block_m, dims[1]),
     }
-    if plan.BIAS == 3:
+    if meta["BIAS"] == 3:
         blocks["Bias"] = (config.block_m, config.block_n)
-    several = [0, 0] if bias is None else [int(n > 1) for n in bias.shape[:2]]
-    counts = list(call.counts())
-    counts[3] = _group(counts[3], call, config, rows)
-    scalars = (*call.bias_strides, *several, *counts, n_tiles, call.scale, o.softcap)
-    meta = {"PLAN": plan, "num_warps": 4, "launch_pdl": True}
+    several = [int(stride > 0) for stride in call.bias_strides[:2]]
+    heads, kv_heads, n_heads, _, *lengths = call.counts()
+    sizes = (heads, kv_heads, n_heads, group, *lengths)
+    scalars = (*call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
-    return Launch(_fwd_kernel, programs, scalars, meta, 0, blocks)
+    return Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -498,5 +596,5 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     bias = x.bias
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
-    launch(x.q, x.k, x.v, bias, x.sinks, out, lse)
+    launch(x.q, x.k, x.v, bias, x.sinks, x.kv_lens, out, lse)
     return out, lse

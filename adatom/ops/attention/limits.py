@@ -44,21 +44,17 @@ def triton_second(p: Problem) -> str | None:
 
 
 def hopper_fwd(p: Problem) -> str | None:
-    """Gluon kernel of the forward: sm_90, 16-bit floats, head_dim to 128, tensors that TMA can read."""
+    """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 128:
-            return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
     if p.varlen:
         return "does not take packed sequences"
-    if p.kv_lens:
-        return "does not take kv_lens"
-    if p.seqlen_q < 128:
-        return "is for more than 64 queries"
-    if not (p.batch and p.heads and p.seqlen_k):
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
     if not p.tma:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
@@ -66,4 +62,60 @@ def hopper_fwd(p: Problem) -> str | None:
         return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
     if p.bias == "full" and not p.bias_tma:
         return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
+    return _hopper_fwd_slower(p)
+
+
+def _hopper_fwd_slower(p: Problem) -> str | None:
+    """Where Triton's forward was as fast or faster on an H100 (docs/hopper.md)."""
+    dim = max(p.head_dim, p.head_dim_v)
+    if p.seqlen_q < 128:
+        return "is not worth it for 64 queries or fewer"
+    if p.batch * p.heads * (p.seqlen_q // 128) < 64:
+        return "is not worth it for so few queries: they would occupy less than half of the GPU"
+    if dim <= 32:
+        return "is not worth it for a head_dim of 32 or less"
+    if p.softcap and dim <= 128:
+        return "is not worth it with softcap for a head_dim of 128 or less"
+    if p.bias == "full" and p.bias_dtype == torch.float32 and dim > 64:
+        return "is not worth it with a float32 bias for a head_dim above 64"
+    return None
+
+
+def hopper_bwd_any(p: Problem) -> str | None:
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias, whole batches."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 128:
+            return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
+    if p.bias != "none":
+        return "takes no bias"
+    if p.varlen:
+        return "does not take packed sequences"
+    if p.kv_lens:
+        return "does not take kv_lens"
+    if not p.tma:
+        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def hopper_bwd(p: Problem) -> str | None:
+    """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
+    if (why := hopper_bwd_any(p)) is not None:
+        return why
+    dim, masked = max(p.head_dim, p.head_dim_v), p.causal or p.window
+    if dim <= 32:
+        return "computes as if head_dim were 64, which is slow at 32 and below"
+    if p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512:
+        return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
+    if p.window and p.window_keys <= 1024:
+        return "sums dQ in memory, which is slow under windows of 1024 keys and below"
+    if p.softcap and masked and dim > 64:
+        return "lacks registers for a softcap and a mask beyond head_dim 64"
+    if 2 * p.batch * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
+        return "has too few tiles of 128 keys to fill the GPU"
     return None

@@ -81,6 +81,8 @@ class Problem(NamedTuple):
     varlen: bool
     deterministic: bool
     tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
+    least_length: int  # the smaller of the lengths, rounded down to a power of two
+    window_keys: int  # keys that a window lets a query see at most, rounded like lengths; 0 without a window
     bias_tma: bool  # so do those of the bias, and its keys are contiguous; True without one
 
 
@@ -109,16 +111,29 @@ def _ceil_pow2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else n
 
 
-def _suits_tma(*tensors: torch.Tensor) -> bool:
+def _floor_pow2(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n else 0
+
+
+def _suits_tma(*tensors: torch.Tensor, shared: int = 0) -> bool:
     """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
-    bytes."""
+    bytes, but for the first `shared` dimensions, which may be expanded."""
     for x in tensors:
         size = x.element_size()
         if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
             return False
-        if any(n > 1 and (s <= 0 or s * size % 16) for n, s in zip(x.shape[:-1], x.stride())):
+        steps = [s for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride())) if n > 1 and (s or i >= shared)]
+        if any(s <= 0 or s * size % 16 for s in steps):
             return False
     return True
+
+
+def _window_keys(o: Options, seqlen_k: int) -> int:
+    """The keys of a window, whole if one of its sides is unbounded."""
+    right = 0 if o.causal and o.window_right < 0 else o.window_right
+    if o.window_left < 0 and o.window_right < 0:
+        return 0
+    return _ceil_pow2(seqlen_k if o.window_left < 0 or right < 0 else min(o.window_left + right + 1, seqlen_k))
 
 
 def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
@@ -156,7 +171,9 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
         device.kind == "cuda" and _suits_tma(q, k, v),
-        device.kind == "cuda" and (bias is None or _suits_tma(bias)),
+        _floor_pow2(min(seqlen_q, seqlen_k)),
+        _window_keys(o, seqlen_k),
+        device.kind == "cuda" and (bias is None or _suits_tma(bias, shared=2)),
     )
 
 
