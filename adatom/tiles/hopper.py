@@ -281,22 +281,9 @@ class Launch(launch.Launch):
     """A Gluon kernel as `launch.Launch` holds one. blocks: by name, the shape [rows, dim] of the tiles that the kernel
     reads or writes of each tensor, for which it takes a descriptor."""
 
-    blocks: dict[int, Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._known: dict[int, dict[str, Any]] = {}  # what descriptors hold beside their tensor
-
-    def _argument(self, i: int, x: Any) -> Any:
-        if i not in self.blocks:
-            return x
-        if i not in self._known:
-            made = descriptor(x, self.blocks[i])
-            self._known[i] = {**made.__dict__, "base": None}
-            return made
-        made = object.__new__(TensorDescriptor)  # without its checks
-        made.__dict__ = {**self._known[i], "base": x}
-        return made
+    @staticmethod
+    def describe(x: torch.Tensor, block: tuple[int, ...]) -> Any:
+        return descriptor(x, block)
 
 
 def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:

@@ -525,7 +525,7 @@ def _balance(config: Config, call: Call) -> tuple[Config, int]:
     Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
     of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
     """
-    most = call.counts()[3]
+    most = call.counts()[4]
     if not config.persistent or call.right < 0:
         return config, most if not config.persistent else 1
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
@@ -582,7 +582,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     if meta["BIAS"] == 3:
         blocks["Bias"] = (config.block_m, config.block_n)
     several = [int(stride > 0) for stride in call.bias_strides[:2]]
-    heads, kv_heads, n_heads, _, *lengths = call.counts()
+    heads, kv_heads, _, n_heads, _, *lengths = call.counts()
     sizes = (heads, kv_heads, n_heads, group, *lengths)
     scalars = (*call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles

@@ -60,6 +60,8 @@ def hopper_fwd(p: Problem) -> str | None:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
     if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
         return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
+    if p.bias_repeated:
+        return "does not take a bias whose slices serve several batch elements each"
     if p.bias == "full" and not p.bias_tma:
         return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
     return _hopper_fwd_slower(p)
