@@ -55,7 +55,8 @@ TURN = gl.constexpr(8)  # named barrier of the first consumer's turn
 
 class Config(NamedTuple):
     """How the kernel is tiled: `consumers` warpgroups of block_m queries each, block_n keys, `stages` buffers of keys
-    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors."""
+    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors; spill: bytes of
+    registers that options may make it spill."""
 
     consumers: int
     block_m: int
@@ -63,7 +64,6 @@ class Config(NamedTuple):
     stages: int
     registers: int
     persistent: bool
-    turns: bool = True
     spill: int = 0
 
 
@@ -97,7 +97,6 @@ class Plan:
     SINKS: bool
     LENS: bool
     CONSUMERS: int
-    TURNS: bool  # consumers take turns at issuing products
     BLOCK_M: int  # queries of one consumer
     BLOCK_N: int
     Q_STAGES: int  # buffers of queries
@@ -115,8 +114,8 @@ def _plan(*fields):
 def _tile(t, sizes, PLAN: gl.constexpr):
     """(batch, head, first query) of tile t.
 
-    Heads go in groups whose keys and values fit in L2. Under a causal mask the last queries of a group, whose tiles are
-    the longest, come first.
+    Heads go in groups of `group`. Under a causal mask the last queries of a group, whose tiles are the longest, come
+    first.
     """
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
@@ -187,18 +186,6 @@ def _producer(Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN: 
             wait_empty(v_empty, n, STAGES)
             load_tile(V, b, hk, n0, 0, v_full.index(i), v_s.index(i))
             n += 1
-
-
-@gluon.jit
-def _begin_turn(C: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.TURNS:
-        named_sync(TURN + C, 256)
-
-
-@gluon.jit
-def _end_turn(C: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.TURNS:
-        named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
 
 
 @gluon.jit
@@ -297,11 +284,11 @@ def _multiply_both(p, acc, turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr, 
     """When it is this consumer's turn, begin s = q k^T for block n, and acc += p v for the block before."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     wait_full(k_full, n, PLAN.STAGES)
-    _begin_turn(C, PLAN)
+    named_sync(TURN + C, 256)
     s = _multiply_queries(turn, n, rings, C, PLAN, LAYOUT)
     wait_full(v_full, n - 1, PLAN.STAGES)
     acc = warpgroup_mma(p, v_s.index(slot(n - 1, PLAN.STAGES)), acc, is_async=True)
-    _end_turn(C, PLAN)
+    named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
     return s, acc
 
 
@@ -373,16 +360,16 @@ def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, 
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
-    if PLAN.TURNS and C == PLAN.CONSUMERS - 1:
+    if C == PLAN.CONSUMERS - 1:
         named_arrive(TURN, 256)  # the first consumer begins
 
     n = 0  # blocks of keys begun
     for turn in range(tiles_of_program(n_tiles)):
         mbarrier.wait(q_full.index(_own(turn, C, PLAN)), lap(turn, PLAN.Q_STAGES))
         wait_full(k_full, n, STAGES)
-        _begin_turn(C, PLAN)
+        named_sync(TURN + C, 256)
         s = _multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
-        _end_turn(C, PLAN)
+        named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
         b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
         len_k = _keys(Lens, b, sizes, PLAN)
         begin, blocks = _blocks(m0, len_k, sizes, PLAN)
@@ -435,10 +422,10 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stri
                 heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
                 BIAS: gl.constexpr, SOFTCAP: gl.constexpr, FOLD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                 MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr,
-                CONSUMERS: gl.constexpr, TURNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
                 Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
                 IN_PLACE: gl.constexpr):
-    PLAN: gl.constexpr = _plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, CONSUMERS, TURNS, BLOCK_M, BLOCK_N,
+    PLAN: gl.constexpr = _plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, CONSUMERS, BLOCK_M, BLOCK_N,
                                Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
     q_s = make_tiles(Q, Q_STAGES * CONSUMERS)
     k_s = make_tiles(K, STAGES)
@@ -562,7 +549,6 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         LENS=x.kv_lens is not None,
         EARLY=True,
         CONSUMERS=config.consumers,
-        TURNS=config.turns and config.consumers > 1,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         Q_STAGES=q_stages,

@@ -45,8 +45,10 @@ def triton_second(p: Problem) -> str | None:
 
 def hopper_fwd(p: Problem) -> str | None:
     """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
-    if p.device.kind != "cuda" or p.device.arch != 90:
-        return "needs a Hopper GPU (sm_90)"
+    if p.device.kind != "cuda":
+        return "needs a CUDA device"
+    if p.device.arch != 90:
+        return f"needs a Hopper GPU (sm_90); this is sm_{p.device.arch}"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
