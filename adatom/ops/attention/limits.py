@@ -33,6 +33,21 @@ def triton(p: Problem) -> str | None:
     return None
 
 
+def one_tile(p: Problem) -> str | None:
+    """One-tile kernels: at most 128 queries and keys, head_dim up to 64."""
+    if (why := triton(p)) is not None:
+        return why
+    if p.varlen:
+        return "takes padded batches (kv_lens), not packed sequences"
+    if max(p.seqlen_q, p.seqlen_k) > 128:
+        return f"takes at most 128 queries and keys; got about {p.seqlen_q} x {p.seqlen_k}"
+    if max(p.head_dim, p.head_dim_v) > 64:
+        return f"takes head_dim up to 64; got {p.head_dim}, v's {p.head_dim_v}"
+    if p.bias == "full" and p.bias_grad and p.bias_shared:
+        return "gives no gradient of a full bias that several (batch, head) share"
+    return None
+
+
 def triton_second(p: Problem) -> str | None:
     """Triton kernels of the second derivative: where shared memory is small, not float32 at every head_dim."""
     if (why := triton(p)) is not None:

@@ -1,0 +1,92 @@
+"""What the launchers of the one-tile kernels share: how a problem is cut into programs, and where sums go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
+
+TILE_NO_SPECIALIZE = ["heads", "kv_heads", "left", "right", "len_q", "len_k"]
+TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
+
+
+class TileCall(Call):
+    """One call as the one-tile kernels take it."""
+
+    def __init__(self, x: Inputs, o: Options, name: str, tables: TileConfigs) -> None:
+        super().__init__(x, o)
+        block_n = max(16, 1 << (self.len_k - 1).bit_length())
+        self.config = pick(name, tables[block_n], self)._replace(block_n=block_n)
+
+    def sums_heads(self, wanted: bool) -> bool:
+        """Whether a program adds up the column sums of all heads: where they share a bias for each key, and batch
+        elements alone fill the machine."""
+        return _key_bias_of_all_heads(self.x, wanted) and self.batch >= 4 * self.device.sms
+
+    def program_count(self, group: int) -> int:
+        """Programs of `group` key heads each."""
+        return self.batch * self.kv_heads // max(group, 1) if self.len_q else 0
+
+    def numbers(self) -> tuple[Any, ...]:
+        """heads, kv_heads, len_q, len_k, left, right, scale, softcap."""
+        return (
+            self.heads, self.kv_heads, self.len_q, self.len_k, self.left, self.right, self.scale, self.o.softcap,
+        )  # fmt: skip
+
+    def constants(self, group: int, **more: Any) -> dict[str, Any]:
+        """Constexprs and launch options."""
+        meta = self.constexprs(self.config, GROUP=group, SHARING=self.heads // max(self.kv_heads, 1), **more)
+        meta["STEPS"] = -(-self.len_q // self.config.block_m)
+        meta["SINKS"] = self.x.sinks is not None
+        del meta["VARLEN"]
+        return meta
+
+
+def _key_bias_of_all_heads(x: Inputs, wanted: bool) -> bool:
+    bias = x.bias
+    return wanted and bias is not None and tuple(bias.shape) == (x.q.shape[0], 1, 1, x.k.shape[2])
+
+
+def side_of(x: Inputs, wanted: bool, sums_heads: bool) -> torch.Tensor | None:
+    """Where a kernel writes what becomes dbias: dbias itself, or sums of rows or columns in float32."""
+    kind, _ = bias_grad(x, wanted)
+    bias = x.bias
+    if not kind:
+        return None
+    assert bias is not None
+    whole = sums_heads or bias.shape[:2] == x.q.shape[:2]
+    if kind == 1:
+        return empty_like_contiguous(bias) if whole else empty((*x.q.shape[:2], 1, x.k.shape[2]), x.q, torch.float32)
+    if kind == 2:
+        return empty((*x.q.shape[:3], 1), x.q, torch.float32)
+    return empty_like_contiguous(bias)
+
+
+def empty_like_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """An unwritten contiguous tensor of x's shape and dtype."""
+    return empty(tuple(x.shape), x)
+
+
+def reduced(side: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """dbias from what `side_of` gave to the kernel."""
+    if side is None or bias is None or (side.shape == bias.shape and side.dtype == bias.dtype):
+        return side
+    return reduce_to(side, bias)
+
+
+def sink_rows(x: Inputs) -> torch.Tensor | None:
+    """Where a kernel writes each row's share of dsinks, float32 (batch, heads, seqlen_q)."""
+    return None if x.sinks is None else empty(tuple(x.q.shape[:3]), x.q, torch.float32)
+
+
+def sink_sum(rows: torch.Tensor | None, x: Inputs) -> torch.Tensor | None:
+    """dsinks from its rows."""
+    return None if rows is None or x.sinks is None else rows.sum((0, 2)).to(x.sinks.dtype)
+
+
+def configs(block_m: int, warps: int) -> TileConfigs:
+    table = {(kind, d): Config(block_m, 16, warps, 1, spill=1 << 20) for kind in ("half", "tf32", "tf32x3", "ieee") for d in (64,)}
+    return {n: {family: table for family in (80, 86, 90, 100)} for n in (16, 32, 64, 128)}

@@ -1,0 +1,108 @@
+"""Device code of the one-tile attention kernels: all keys of a (batch, head) lie in one tile.
+
+A program owns one batch element and GROUP of its key heads. Score tiles are queries x keys. What a product needs of a
+tile, an operand, is computed once and serves all products of that tile, transposed or not.
+"""
+
+import triton
+import triton.language as tl
+
+from adatom.tiles.triton import LN2, LOG2E, NONE, add_bias, product, scale_of, split, tanh, visible
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr = False):
+    """x as `times` takes it: (the larger part, the smaller part, inverse of the power of two that both carry).
+
+    DTYPE: that of the inputs. UNIT: the elements of x lie between 0 and 1. Parts are float16 under "fp16x3" and "fp16"
+    (see `dot` in tiles/triton.py); otherwise x itself, in DTYPE, stands for both.
+    """
+    if PRECISION == "fp16x3" or PRECISION == "fp16":
+        if UNIT:
+            scale = tl.full([], 16384.0, tl.float32)
+            inverse = tl.full([], 1.0 / 16384.0, tl.float32)
+        else:
+            scale, inverse = scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
+        x *= scale
+        if PRECISION == "fp16":
+            high = x.to(tl.float16)
+            return high, high, inverse
+        else:
+            high, low = split(x)
+            return high, low, inverse
+    else:
+        x = x.to(DTYPE)
+        return x, x, tl.full([], 1.0, tl.float32)
+
+
+@triton.jit
+def transposed(x):
+    """The operand x^T."""
+    return x[0].T, x[1].T, x[2]
+
+
+@triton.jit
+def times(a, b, PRECISION: tl.constexpr):
+    """a @ b of two operands, in float32."""
+    if PRECISION == "fp16x3":
+        r = tl.dot(a[0], b[0], tl.dot(a[0], b[1], tl.dot(a[1], b[0])))
+    elif PRECISION == "fp16":
+        r = tl.dot(a[0], b[0])
+    else:
+        r = tl.dot(a[0], b[0], input_precision=PRECISION)
+    if PRECISION == "fp16x3" or PRECISION == "fp16":
+        r *= product(a[2], b[2])
+    return r
+
+
+@triton.jit
+def sums(a, b, PRECISION: tl.constexpr):
+    """a^T @ b of two operands, float32: sums over queries."""
+    return times(transposed(a), b, PRECISION)
+
+
+@triton.jit
+def place(pid, Lens, kv_heads, len_k, GROUP: tl.constexpr, LENS: tl.constexpr):
+    """What a program owns: (batch element, its first key head, the keys that exist there)."""
+    groups = kv_heads // GROUP
+    b = pid // groups
+    if LENS:
+        len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
+    return b, pid % groups * GROUP, len_k
+
+
+@triton.jit
+def softmax(raw, bias, sink, i, j, offset, len_k, left, right, scale, softcap, BIAS: tl.constexpr,
+            SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr):
+    """(p, row sums of p, lse, tanh of the softcap or 0, the sink's share of the row sum) from raw = q k^T.
+
+    p are the probabilities times their row sum, which is 1 for rows that see nothing (and have p = 0, lse = -inf).
+    """
+    # under a bias of -1e9, scores must be subtracted before they are turned to base 2, which rounds
+    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0
+    to_base2: tl.constexpr = 1.0 if BIAS == NONE else LOG2E
+    to_natural: tl.constexpr = LN2 if BIAS == NONE else 1.0
+    if SOFTCAP:
+        t = tanh(raw * (scale / softcap))
+        s = (softcap * unit) * t
+    else:
+        t = 0.0
+        s = raw * (scale * unit)
+    if BIAS != NONE:
+        s = add_bias(s, bias)
+    if MASK:
+        s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+    m = tl.max(s, 1)
+    if SINKS:  # a key with score sink and value 0
+        m = tl.maximum(m, sink * unit)
+    if BIAS != NONE or MASK or SINKS:
+        m = tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp2((s - m[:, None]) * to_base2)
+    l = tl.sum(p, 1)
+    of_sink = 0.0
+    if SINKS:
+        of_sink = tl.exp2((sink * unit - m) * to_base2)
+        l += of_sink
+    empty = l == 0.0
+    lse = tl.where(empty, float("-inf"), m * to_natural + tl.log2(l) * LN2)
+    return p, tl.where(empty, 1.0, l), lse, t, of_sink
