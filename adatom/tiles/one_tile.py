@@ -14,16 +14,15 @@ from adatom.tiles.triton import LN2, LOG2E, NONE, add_bias, product, scale_of, s
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr = False):
     """x as `times` takes it: (the larger part, the smaller part, inverse of the power of two that both carry).
 
-    DTYPE: that of the inputs. UNIT: the elements of x lie between 0 and 1. Parts are float16 under "fp16x3" and "fp16"
-    (see `dot` in tiles/triton.py); otherwise x itself, in DTYPE, stands for both.
+    DTYPE: that of the inputs. UNIT: x are probabilities as `softmax` gives them, large enough as they are. Parts are float16 under "fp16x3" and
+    "fp16" (see `dot` in tiles/triton.py); otherwise x itself, in DTYPE, stands for both.
     """
     if PRECISION == "fp16x3" or PRECISION == "fp16":
         if UNIT:
-            scale = tl.full([], 16384.0, tl.float32)
-            inverse = tl.full([], 1.0 / 16384.0, tl.float32)
+            inverse = tl.full([], 1.0, tl.float32)
         else:
             scale, inverse = scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
-        x *= scale
+            x *= scale
         if PRECISION == "fp16":
             high = x.to(tl.float16)
             return high, high, inverse
@@ -42,23 +41,21 @@ def transposed(x):
 
 
 @triton.jit
-def times(a, b, PRECISION: tl.constexpr):
-    """a @ b of two operands, in float32."""
+def times(a, b, scale, PRECISION: tl.constexpr):
+    """scale * (a @ b) of two operands, in float32."""
     if PRECISION == "fp16x3":
         r = tl.dot(a[0], b[0], tl.dot(a[0], b[1], tl.dot(a[1], b[0])))
     elif PRECISION == "fp16":
         r = tl.dot(a[0], b[0])
     else:
         r = tl.dot(a[0], b[0], input_precision=PRECISION)
-    if PRECISION == "fp16x3" or PRECISION == "fp16":
-        r *= product(a[2], b[2])
-    return r
+    return r * (product(a[2], b[2]) * scale)
 
 
 @triton.jit
-def sums(a, b, PRECISION: tl.constexpr):
-    """a^T @ b of two operands, float32: sums over queries."""
-    return times(transposed(a), b, PRECISION)
+def sums(a, b, scale, PRECISION: tl.constexpr):
+    """scale * (a^T @ b) of two operands, in float32: sums over queries."""
+    return times(transposed(a), b, scale, PRECISION)
 
 
 @triton.jit
@@ -72,37 +69,35 @@ def place(pid, Lens, kv_heads, len_k, GROUP: tl.constexpr, LENS: tl.constexpr):
 
 
 @triton.jit
-def softmax(raw, bias, sink, i, j, offset, len_k, left, right, scale, softcap, BIAS: tl.constexpr,
-            SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr):
-    """(p, row sums of p, lse, tanh of the softcap or 0, the sink's share of the row sum) from raw = q k^T.
+def softmax(s, bias, sink, i, j, offset, len_k, left, right, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+            LEFT: tl.constexpr, RIGHT: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, CARRY: tl.constexpr):
+    """(CARRY p, row sums of p, lse, tanh of the softcap or 0, the sink's share of the row sum) from s = scale q k^T.
 
     p are the probabilities times their row sum, which is 1 for rows that see nothing (and have p = 0, lse = -inf).
     """
-    # under a bias of -1e9, scores must be subtracted before they are turned to base 2, which rounds
-    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0
-    to_base2: tl.constexpr = 1.0 if BIAS == NONE else LOG2E
-    to_natural: tl.constexpr = LN2 if BIAS == NONE else 1.0
+    LOG2_CARRY: tl.constexpr = 14.0 if CARRY > 1.0 else 0.0
+    t = 0.0
     if SOFTCAP:
-        t = tanh(raw * (scale / softcap))
-        s = (softcap * unit) * t
-    else:
-        t = 0.0
-        s = raw * (scale * unit)
+        t = tanh(s * (1.0 / softcap))
+        s = softcap * t
     if BIAS != NONE:
         s = add_bias(s, bias)
     if MASK:
         s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
     m = tl.max(s, 1)
     if SINKS:  # a key with score sink and value 0
-        m = tl.maximum(m, sink * unit)
+        m = tl.maximum(m, sink)
     if BIAS != NONE or MASK or SINKS:
         m = tl.where(m == float("-inf"), 0.0, m)
-    p = tl.exp2((s - m[:, None]) * to_base2)
-    l = tl.sum(p, 1)
+    if BIAS == NONE:
+        p = tl.exp2(s * LOG2E - (m * LOG2E - LOG2_CARRY)[:, None])
+    else:  # under a bias of -1e9, scores are subtracted before anything is rounded
+        p = tl.exp2((s - m[:, None]) * LOG2E + LOG2_CARRY)
+    l = tl.sum(p, 1) * (1.0 / CARRY)
     of_sink = 0.0
     if SINKS:
-        of_sink = tl.exp2((sink * unit - m) * to_base2)
+        of_sink = tl.exp2((sink - m) * LOG2E)
         l += of_sink
     empty = l == 0.0
-    lse = tl.where(empty, float("-inf"), m * to_natural + tl.log2(l) * LN2)
-    return p, tl.where(empty, 1.0, l), lse, t, of_sink
+    l = tl.where(empty, 1.0, l)
+    return p, l, tl.where(empty, float("-inf"), m + tl.log2(l) * LN2), t, of_sink

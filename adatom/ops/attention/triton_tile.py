@@ -53,7 +53,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
-                EVEN_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, GROUP: tl.constexpr,
+                EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr, GROUP: tl.constexpr,
                 SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """out and lse of GROUP key heads of one batch element, and of the query heads that share them."""
     after_previous(EARLY)
@@ -78,14 +78,14 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
                 sink = tl.load(Sinks + h).to(tl.float32)
             for step in range(STEPS):
                 m0 = step * BLOCK_M
-                q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                              BLOCK_D, EVEN_M, False)
-                raw = times(operand(q, q.dtype, PRECISION), kT, PRECISION)
                 bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
                                  keys, BIAS, EVEN_M, EVEN_N)
-                p, l, lse, _, _ = softmax(raw, bias, sink, m0 + i, j, offset, n_keys, left, right, scale, softcap, BIAS,
-                                          SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N)
-                out = times(operand(p, v.dtype, PRECISION, True), v_, PRECISION) * (1.0 / l)[:, None]
+                q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                              BLOCK_D, EVEN_M, False)
+                s = times(operand(q, q.dtype, PRECISION), kT, scale, PRECISION)
+                p, l, lse, _, _ = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS, SOFTCAP,
+                                          LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
+                out = times(operand(p, v.dtype, PRECISION, True), v_, 1.0 / CARRY, PRECISION) * (1.0 / l)[:, None]
                 store_tile(Out + at(b, h, 0, stride_ob, stride_oh, 0), out, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
                            BLOCK_DV)
                 rows = m0 + tl.arange(0, BLOCK_M)
@@ -101,7 +101,7 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BIAS: tl.constexpr, DBIAS: tl.constexpr, SUM_HEADS: tl.constexpr, DLSE: tl.constexpr,
                 SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr,
-                ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+                ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
                 EARLY: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ, dK, dV of GROUP key heads of one batch element, and of the query heads that share them.
@@ -138,44 +138,44 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
             for step in range(STEPS):
                 m0 = step * BLOCK_M
                 rows = m0 + tl.arange(0, BLOCK_M)
+                bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
+                                 keys, BIAS, EVEN_M, EVEN_N)
                 q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
                               BLOCK_D, EVEN_M, False)
                 do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
                                HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
                 q_ = operand(q, q.dtype, PRECISION)
                 do_ = operand(do, do.dtype, PRECISION)
-                raw = times(q_, transposed(k_), PRECISION)
-                bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
-                                 keys, BIAS, EVEN_M, EVEN_N)
-                p, l, _, t, of_sink = softmax(raw, bias, sink, m0 + i, j, offset, n_keys, left, right, scale, softcap,
-                                              BIAS, SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N)
+                s = times(q_, transposed(k_), scale, PRECISION)
+                p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
+                                              SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
                 p *= (1.0 / l)[:, None]
-                dp = times(do_, vT, PRECISION)
-                delta = tl.sum(p * dp, 1)
+                dp = times(do_, vT, 1.0, PRECISION)
+                delta = tl.sum(p * dp, 1) * (1.0 / CARRY)
                 if DLSE:
                     delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-                dv += sums(operand(p, do.dtype, PRECISION, True), do_, PRECISION)
+                dv += sums(operand(p, do.dtype, PRECISION, True), do_, 1.0 / CARRY, PRECISION)
                 ds = p * (dp - delta[:, None])
                 if SINKS:
                     tl.store(DSinks + row + rows, -(of_sink / l) * delta, mask=rows < len_q)
                 if DBIAS == KEY:
-                    column_sum += tl.sum(ds, 0)
+                    column_sum += tl.sum(ds, 0) * (1.0 / CARRY)
                 if DBIAS == QUERY:
-                    tl.store(DBias + row + rows, tl.sum(ds, 1), mask=rows < len_q)
+                    tl.store(DBias + row + rows, tl.sum(ds, 1) * (1.0 / CARRY), mask=rows < len_q)
                 if DBIAS == FULL:
-                    store_scores(DBias + row * keys, ds, i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+                    store_scores(DBias + row * keys, ds * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
                 if SOFTCAP:
                     ds *= 1.0 - t * t
                 ds_ = operand(ds, q.dtype, PRECISION)
-                dk += sums(ds_, q_, PRECISION)
-                dq = times(ds_, k_, PRECISION) * scale
+                dk += sums(ds_, q_, scale / CARRY, PRECISION)
+                dq = times(ds_, k_, scale / CARRY, PRECISION)
                 store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
                            BLOCK_D)
             if DBIAS == KEY:
                 if not SUM_HEADS:
                     of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
                     tl.store(of_head, column_sum.to(DBias.dtype.element_ty), mask=columns < keys)
-        store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk * scale, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
+        store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
                    BLOCK_D)
         store_tile(DV + at(b, hk, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
     if SUM_HEADS:

@@ -40,6 +40,8 @@ class TileCall(Call):
         """Constexprs and launch options."""
         meta = self.constexprs(self.config, GROUP=group, SHARING=self.heads // max(self.kv_heads, 1), **more)
         meta["STEPS"] = -(-self.len_q // self.config.block_m)
+        # probabilities carry a factor that fills the range of float16
+        meta["CARRY"] = 16384.0 if meta["PRECISION"].startswith("fp16") else 1.0
         meta["SINKS"] = self.x.sinks is not None
         del meta["VARLEN"]
         return meta

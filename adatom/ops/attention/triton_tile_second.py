@@ -62,7 +62,7 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                    BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr, SUM_HEADS: tl.constexpr,
                    DLSE: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                    SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr,
-                   EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+                   EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
                    GROUP: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr):
     """ddO and ddlse, the tangents of out and lse, of GROUP key heads of one batch element, and of the query heads that
@@ -108,38 +108,38 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
             for step in range(STEPS):
                 m0 = step * BLOCK_M
                 rows = m0 + tl.arange(0, BLOCK_M)
+                bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
+                                 keys, BIAS, EVEN_M, EVEN_N)
+                ddbias = load_bias(DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, 0, stride_cm, stride_cn,
+                                   len_q, keys, DDBIAS, EVEN_M, EVEN_N)
                 q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
                               BLOCK_D, EVEN_M, False)
                 q_ = operand(q, q.dtype, PRECISION)
-                raw = times(q_, transposed(k_), PRECISION)
-                bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
-                                 keys, BIAS, EVEN_M, EVEN_N)
-                p, l, _, t, of_sink = softmax(raw, bias, sink, m0 + i, j, offset, n_keys, left, right, scale, softcap,
-                                              BIAS, SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N)
+                s = times(q_, transposed(k_), scale, PRECISION)
+                p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
+                                              SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
                 p *= (1.0 / l)[:, None]
                 p_sink = of_sink / l
                 if HAS_DDQ:
                     ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, 0), b, h, m0, stride_cqm, len_q, BLOCK_M,
                                     HEAD_DIM, BLOCK_D, EVEN_M, False)
                     ddq_ = operand(ddq, q.dtype, PRECISION)
-                    raw_tangent = times(ddq_, transposed(k_), PRECISION)
+                    raw_tangent = times(ddq_, transposed(k_), scale, PRECISION)
                     if HAS_DDK:
-                        raw_tangent += times(q_, transposed(ddk_), PRECISION)
+                        raw_tangent += times(q_, transposed(ddk_), scale, PRECISION)
                 elif HAS_DDK:
-                    raw_tangent = times(q_, transposed(ddk_), PRECISION)
+                    raw_tangent = times(q_, transposed(ddk_), scale, PRECISION)
                 else:
                     raw_tangent = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                ddbias = load_bias(DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, 0, stride_cm, stride_cn,
-                                   len_q, keys, DDBIAS, EVEN_M, EVEN_N)
-                G, raw_tangent = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
-                g = tl.sum(p * G, 1)
+                G, raw_tangent = tangent_of(raw_tangent, t, ddbias, 1.0, SOFTCAP)
+                g = tl.sum(p * G, 1) * (1.0 / CARRY)
                 if DDSINKS:
                     g += p_sink * ddsink
                 G -= g[:, None]
                 W_ = operand(p * G, v.dtype, PRECISION)
-                ddo = times(W_, v_, PRECISION)
+                ddo = times(W_, v_, 1.0 / CARRY, PRECISION)
                 if HAS_DDV:
-                    ddo += times(operand(p, v.dtype, PRECISION, True), ddv_, PRECISION)
+                    ddo += times(operand(p, v.dtype, PRECISION, True), ddv_, 1.0 / CARRY, PRECISION)
                 store_tile(DDOut + at(b, h, 0, stride_ddb, stride_ddh, 0), ddo, m0, stride_ddm, len_q, BLOCK_M,
                            HEAD_DIM_V, BLOCK_DV)
                 tl.store(DDLse + row + rows, g, mask=rows < len_q)
@@ -147,46 +147,46 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                     do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
                                    HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
                     do_ = operand(do, do.dtype, PRECISION)
-                    dv += sums(W_, do_, PRECISION)
-                    dp = times(do_, transposed(v_), PRECISION)
-                    delta = tl.sum(p * dp, 1)
+                    dv += sums(W_, do_, 1.0 / CARRY, PRECISION)
+                    dp = times(do_, transposed(v_), 1.0, PRECISION)
+                    delta = tl.sum(p * dp, 1) * (1.0 / CARRY)
                     if DLSE:
                         delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
                     E = dp * G
                     if HAS_DDV:
-                        E += times(do_, transposed(ddv_), PRECISION)
-                    u = tl.sum(p * E, 1)
+                        E += times(do_, transposed(ddv_), 1.0, PRECISION)
+                    u = tl.sum(p * E, 1) * (1.0 / CARRY)
                     E = p * (E - delta[:, None] * G - u[:, None])
                     ds = p * (dp - delta[:, None])
                     if SINKS:
                         tl.store(DSinks + row + rows, -p_sink * (delta * (ddsink - g) + u), mask=rows < len_q)
                     if DBIAS == KEY:
-                        column_sum += tl.sum(E, 0)
+                        column_sum += tl.sum(E, 0) * (1.0 / CARRY)
                     if DBIAS == QUERY:
-                        tl.store(DBias + row + rows, tl.sum(E, 1), mask=rows < len_q)
+                        tl.store(DBias + row + rows, tl.sum(E, 1) * (1.0 / CARRY), mask=rows < len_q)
                     if DBIAS == FULL:
-                        store_scores(DBias + row * keys, E, i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+                        store_scores(DBias + row * keys, E * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
                     if SOFTCAP:
                         slope = 1.0 - t * t
                         E = E * slope - ds * (2.0 / softcap) * t * slope * raw_tangent
                         ds *= slope
                     E_ = operand(E, q.dtype, PRECISION)
-                    dk += sums(E_, q_, PRECISION)
-                    dq = times(E_, k_, PRECISION)
+                    dk += sums(E_, q_, scale / CARRY, PRECISION)
+                    dq = times(E_, k_, scale / CARRY, PRECISION)
                     if HAS_DDQ or HAS_DDK:
                         ds_ = operand(ds, q.dtype, PRECISION)
                         if HAS_DDQ:
-                            dk += sums(ds_, ddq_, PRECISION)
+                            dk += sums(ds_, ddq_, scale / CARRY, PRECISION)
                         if HAS_DDK:
-                            dq += times(ds_, ddk_, PRECISION)
-                    store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq * scale, m0, stride_dqm, len_q, BLOCK_M,
+                            dq += times(ds_, ddk_, scale / CARRY, PRECISION)
+                    store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M,
                                HEAD_DIM, BLOCK_D)
             if DBIAS == KEY:
                 if not SUM_HEADS:
                     of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
                     tl.store(of_head, column_sum.to(DBias.dtype.element_ty), mask=columns < keys)
         if SECOND:
-            store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk * scale, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
+            store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
                        BLOCK_D)
             store_tile(DV + at(b, hk, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V,
                        BLOCK_DV)
