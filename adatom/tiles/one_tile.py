@@ -14,14 +14,15 @@ from adatom.tiles.triton import LN2, LOG2E, NONE, add_bias, product, scale_of, s
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr = False):
     """x as `times` takes it: (the larger part, the smaller part, inverse of the power of two that both carry).
 
-    DTYPE: that of the inputs. UNIT: x are probabilities as `softmax` gives them, large enough as they are. Parts are float16 under "fp16x3" and
+    DTYPE: that of the inputs. UNIT: x are probabilities as `softmax` gives them, or those times
+    numbers below 2: float16 holds them as they are. Parts are float16 under "fp16x3" and
     "fp16" (see `dot` in tiles/triton.py); otherwise x itself, in DTYPE, stands for both.
     """
     if PRECISION == "fp16x3" or PRECISION == "fp16":
         if UNIT:
             inverse = tl.full([], 1.0, tl.float32)
         else:
-            scale, inverse = scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
+            scale, inverse = scale_of(largest(x))
             x *= scale
         if PRECISION == "fp16":
             high = x.to(tl.float16)
@@ -50,6 +51,28 @@ def times(a, b, scale, PRECISION: tl.constexpr):
     else:
         r = tl.dot(a[0], b[0], input_precision=PRECISION)
     return r * (product(a[2], b[2]) * scale)
+
+
+@triton.jit
+def largest(x):
+    """The largest absolute value in a tile."""
+    return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit
+def bound(a, b, DIM: tl.constexpr):
+    """What no element of a @ b exceeds, of two operands with parts in float16 below 2^15; DIM: their common length."""
+    return product(a[2], b[2] * (1073741824.0 * DIM))
+
+
+@triton.jit
+def unit(largest, PRECISION: tl.constexpr):
+    """(power of two that brings numbers up to `largest` below 1, its inverse), for parts in float16; otherwise 1."""
+    if PRECISION == "fp16x3" or PRECISION == "fp16":
+        scale, inverse = scale_of(largest)
+        return scale * (1.0 / 32768.0), product(inverse, 32768.0)
+    else:
+        return 1.0, 1.0
 
 
 @triton.jit

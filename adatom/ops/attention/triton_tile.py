@@ -24,7 +24,7 @@ from adatom.ops.attention.triton_tile_call import (
     sink_sum,
 )
 from adatom.tiles.launch import Launch
-from adatom.tiles.one_tile import operand, place, softmax, sums, times, transposed
+from adatom.tiles.one_tile import bound, operand, place, softmax, sums, times, transposed, unit
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -124,7 +124,7 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
         v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
                       BLOCK_DV, EVEN_N, False)
         k_ = operand(k, k.dtype, PRECISION)
-        vT = transposed(operand(v, v.dtype, PRECISION))
+        v_ = operand(v, v.dtype, PRECISION)
         dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
         for shared in range(SHARING):
@@ -150,25 +150,30 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
                 p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
                                               SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
                 p *= (1.0 / l)[:, None]
-                dp = times(do_, vT, 1.0, PRECISION)
-                delta = tl.sum(p * dp, 1) * (1.0 / CARRY)
+                p_ = operand(p, do.dtype, PRECISION, True)
+                dv += sums(p_, do_, 1.0 / CARRY, PRECISION)
+                delta = tl.sum(times(p_, v_, 1.0 / CARRY, PRECISION) * do.to(tl.float32), 1)
+                of_dp = bound(do_, v_, BLOCK_DV)
                 if DLSE:
-                    delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-                dv += sums(operand(p, do.dtype, PRECISION, True), do_, 1.0 / CARRY, PRECISION)
-                ds = p * (dp - delta[:, None])
+                    dlse = load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
+                    delta -= dlse
+                    of_dp += tl.max(tl.abs(dlse), 0)
+                to_unit, from_unit = unit(of_dp, PRECISION)
+                ds = p * (times(do_, transposed(v_), to_unit, PRECISION) - (delta * to_unit)[:, None])
+                from_unit *= 1.0 / CARRY
                 if SINKS:
                     tl.store(DSinks + row + rows, -(of_sink / l) * delta, mask=rows < len_q)
                 if DBIAS == KEY:
-                    column_sum += tl.sum(ds, 0) * (1.0 / CARRY)
+                    column_sum += tl.sum(ds, 0) * from_unit
                 if DBIAS == QUERY:
-                    tl.store(DBias + row + rows, tl.sum(ds, 1) * (1.0 / CARRY), mask=rows < len_q)
+                    tl.store(DBias + row + rows, tl.sum(ds, 1) * from_unit, mask=rows < len_q)
                 if DBIAS == FULL:
-                    store_scores(DBias + row * keys, ds * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+                    store_scores(DBias + row * keys, ds * from_unit, i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
                 if SOFTCAP:
                     ds *= 1.0 - t * t
-                ds_ = operand(ds, q.dtype, PRECISION)
-                dk += sums(ds_, q_, scale / CARRY, PRECISION)
-                dq = times(ds_, k_, scale / CARRY, PRECISION)
+                ds_ = operand(ds, q.dtype, PRECISION, True)
+                dk += sums(ds_, q_, scale * from_unit, PRECISION)
+                dq = times(ds_, k_, scale * from_unit, PRECISION)
                 store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
                            BLOCK_D)
             if DBIAS == KEY:

@@ -3,7 +3,7 @@
 With cotangents ddq, ddk, ddv, ddbias of the first backward (docs/double_backward.md):
 
     G = scale (ddq K^T + Q ddk^T) + ddbias;  g = rowsum(P G);  W = P (G - g);  ddO = P ddv + W V
-    H = dO ddv^T;  X = dP (G - g) + H;  u = rowsum(P X);  E = P (X - delta (G - g) - u)
+    H = dO ddv^T;  u = rowsum(dO ddO);  E = dS (G - g) + P (H - u)
     dQ2 = scale (E K + dS ddk);  dK2 = scale (E^T Q + dS^T ddq);  dV2 = W^T dO;  dbias2 = reduce(E)
 
 A row of scores is whole, so g, delta and u are plain row sums: P, dP and G are computed once, and neither out nor lse is
@@ -27,7 +27,7 @@ from adatom.ops.attention.triton_tile_call import (
     sink_sum,
 )
 from adatom.tiles.launch import Launch
-from adatom.tiles.one_tile import operand, place, softmax, sums, times, transposed
+from adatom.tiles.one_tile import bound, largest, operand, place, softmax, sums, times, transposed, unit
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -120,26 +120,40 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                                               SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
                 p *= (1.0 / l)[:, None]
                 p_sink = of_sink / l
+                # the tangent of scores, in a unit in which it stays below 1
+                of_G = 0.0
+                if DDBIAS:
+                    of_G += largest(ddbias.to(tl.float32))
+                if DDSINKS:
+                    of_G += tl.abs(ddsink)
                 if HAS_DDQ:
                     ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, 0), b, h, m0, stride_cqm, len_q, BLOCK_M,
                                     HEAD_DIM, BLOCK_D, EVEN_M, False)
                     ddq_ = operand(ddq, q.dtype, PRECISION)
-                    raw_tangent = times(ddq_, transposed(k_), scale, PRECISION)
-                    if HAS_DDK:
-                        raw_tangent += times(q_, transposed(ddk_), scale, PRECISION)
+                    of_G += tl.abs(scale) * bound(ddq_, k_, BLOCK_D)
+                if HAS_DDK:
+                    of_G += tl.abs(scale) * bound(q_, ddk_, BLOCK_D)
+                to_unit, from_unit = unit(of_G, PRECISION)
+                if HAS_DDQ and HAS_DDK:
+                    raw_tangent = times(ddq_, transposed(k_), scale * to_unit, PRECISION)
+                    raw_tangent += times(q_, transposed(ddk_), scale * to_unit, PRECISION)
+                elif HAS_DDQ:
+                    raw_tangent = times(ddq_, transposed(k_), scale * to_unit, PRECISION)
                 elif HAS_DDK:
-                    raw_tangent = times(q_, transposed(ddk_), scale, PRECISION)
+                    raw_tangent = times(q_, transposed(ddk_), scale * to_unit, PRECISION)
                 else:
                     raw_tangent = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                G, raw_tangent = tangent_of(raw_tangent, t, ddbias, 1.0, SOFTCAP)
+                G, raw_tangent = tangent_of(raw_tangent, t, ddbias * to_unit, 1.0, SOFTCAP)
                 g = tl.sum(p * G, 1) * (1.0 / CARRY)
                 if DDSINKS:
-                    g += p_sink * ddsink
+                    g += p_sink * (ddsink * to_unit)
                 G -= g[:, None]
-                W_ = operand(p * G, v.dtype, PRECISION)
-                ddo = times(W_, v_, 1.0 / CARRY, PRECISION)
+                g *= from_unit
+                p_ = operand(p, v.dtype, PRECISION, True)
+                W_ = operand(p * G, v.dtype, PRECISION, True)
+                ddo = times(W_, v_, from_unit / CARRY, PRECISION)
                 if HAS_DDV:
-                    ddo += times(operand(p, v.dtype, PRECISION, True), ddv_, 1.0 / CARRY, PRECISION)
+                    ddo += times(p_, ddv_, 1.0 / CARRY, PRECISION)
                 store_tile(DDOut + at(b, h, 0, stride_ddb, stride_ddh, 0), ddo, m0, stride_ddm, len_q, BLOCK_M,
                            HEAD_DIM_V, BLOCK_DV)
                 tl.store(DDLse + row + rows, g, mask=rows < len_q)
@@ -147,17 +161,21 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                     do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
                                    HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
                     do_ = operand(do, do.dtype, PRECISION)
-                    dv += sums(W_, do_, 1.0 / CARRY, PRECISION)
-                    dp = times(do_, transposed(v_), 1.0, PRECISION)
-                    delta = tl.sum(p * dp, 1) * (1.0 / CARRY)
+                    dv += sums(W_, do_, from_unit / CARRY, PRECISION)
+                    u = tl.sum(ddo * do.to(tl.float32), 1)
+                    delta = tl.sum(times(p_, v_, 1.0 / CARRY, PRECISION) * do.to(tl.float32), 1)
+                    of_dp = bound(do_, v_, BLOCK_DV)
                     if DLSE:
-                        delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-                    E = dp * G
+                        dlse = load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
+                        delta -= dlse
+                        of_dp += tl.max(tl.abs(dlse), 0)
+                    to_unit_p, from_unit_p = unit(of_dp, PRECISION)
+                    ds = p * (times(do_, transposed(v_), to_unit_p, PRECISION) - (delta * to_unit_p)[:, None])
+                    E = ds * (G * (from_unit * from_unit_p))
                     if HAS_DDV:
-                        E += times(do_, transposed(ddv_), 1.0, PRECISION)
-                    u = tl.sum(p * E, 1) * (1.0 / CARRY)
-                    E = p * (E - delta[:, None] * G - u[:, None])
-                    ds = p * (dp - delta[:, None])
+                        E += p * (times(do_, transposed(ddv_), 1.0, PRECISION) - u[:, None])
+                    else:
+                        E -= p * u[:, None]
                     if SINKS:
                         tl.store(DSinks + row + rows, -p_sink * (delta * (ddsink - g) + u), mask=rows < len_q)
                     if DBIAS == KEY:
@@ -168,17 +186,17 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                         store_scores(DBias + row * keys, E * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
                     if SOFTCAP:
                         slope = 1.0 - t * t
-                        E = E * slope - ds * (2.0 / softcap) * t * slope * raw_tangent
+                        E = E * slope - ds * (2.0 / softcap * from_unit * from_unit_p) * t * slope * raw_tangent
                         ds *= slope
                     E_ = operand(E, q.dtype, PRECISION)
                     dk += sums(E_, q_, scale / CARRY, PRECISION)
                     dq = times(E_, k_, scale / CARRY, PRECISION)
                     if HAS_DDQ or HAS_DDK:
-                        ds_ = operand(ds, q.dtype, PRECISION)
+                        ds_ = operand(ds, q.dtype, PRECISION, True)
                         if HAS_DDQ:
-                            dk += sums(ds_, ddq_, scale / CARRY, PRECISION)
+                            dk += sums(ds_, ddq_, scale / CARRY * from_unit_p, PRECISION)
                         if HAS_DDK:
-                            dq += times(ds_, ddk_, scale / CARRY, PRECISION)
+                            dq += times(ds_, ddk_, scale / CARRY * from_unit_p, PRECISION)
                     store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M,
                                HEAD_DIM, BLOCK_D)
             if DBIAS == KEY:
