@@ -56,7 +56,7 @@ def times(a, b, scale, PRECISION: tl.constexpr):
 @triton.jit
 def largest(x):
     """The largest absolute value in a tile."""
-    return tl.max(tl.max(tl.abs(x), 1), 0)
+    return tl.max(tl.abs(x))
 
 
 @triton.jit
@@ -79,6 +79,23 @@ def unit(largest, PRECISION: tl.constexpr):
 def sums(a, b, scale, PRECISION: tl.constexpr):
     """scale * (a^T @ b) of two operands, in float32: sums over queries."""
     return times(transposed(a), b, scale, PRECISION)
+
+
+@triton.jit
+def column_sums(a, rows: tl.constexpr, scale, PRECISION: tl.constexpr):
+    """scale * (a^T @ ones), [columns, 8], of an operand with that many rows: in each column, the sums over queries.
+
+    On tensor cores: columns of a tile lie across the lanes of a warp.
+    """
+    if a[0].dtype == tl.float32:
+        return tl.broadcast_to((tl.sum(a[0], 0) * scale)[:, None], a[0].shape[1], 8)
+    else:
+        ones = tl.full((rows, 8), 1.0, tl.float32).to(a[0].dtype)
+        if PRECISION == "fp16x3":
+            r = tl.dot(a[0].T, ones, tl.dot(a[1].T, ones))
+        else:
+            r = tl.dot(a[0].T, ones)
+        return r * (a[2] * scale)
 
 
 @triton.jit

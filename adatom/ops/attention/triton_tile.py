@@ -24,7 +24,7 @@ from adatom.ops.attention.triton_tile_call import (
     sink_sum,
 )
 from adatom.tiles.launch import Launch
-from adatom.tiles.one_tile import bound, operand, place, softmax, sums, times, transposed, unit
+from adatom.tiles.one_tile import bound, column_sums, operand, place, softmax, sums, times, transposed, unit
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -116,7 +116,7 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     columns = tl.arange(0, BLOCK_N)
-    column_sum = tl.zeros((BLOCK_N,), tl.float32)
+    column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
     for n in range(GROUP):
         hk = first + n
         k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
@@ -134,7 +134,7 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
             if SINKS:
                 sink = tl.load(Sinks + h).to(tl.float32)
             if not SUM_HEADS:
-                column_sum = tl.zeros((BLOCK_N,), tl.float32)
+                column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
             for step in range(STEPS):
                 m0 = step * BLOCK_M
                 rows = m0 + tl.arange(0, BLOCK_M)
@@ -163,15 +163,17 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
                 from_unit *= 1.0 / CARRY
                 if SINKS:
                     tl.store(DSinks + row + rows, -(of_sink / l) * delta, mask=rows < len_q)
-                if DBIAS == KEY:
-                    column_sum += tl.sum(ds, 0) * from_unit
                 if DBIAS == QUERY:
                     tl.store(DBias + row + rows, tl.sum(ds, 1) * from_unit, mask=rows < len_q)
                 if DBIAS == FULL:
                     store_scores(DBias + row * keys, ds * from_unit, i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+                of_bias = ds
                 if SOFTCAP:
                     ds *= 1.0 - t * t
                 ds_ = operand(ds, q.dtype, PRECISION, True)
+                if DBIAS == KEY:
+                    of_keys = operand(of_bias, q.dtype, PRECISION, True) if SOFTCAP else ds_
+                    column_sum += column_sums(of_keys, BLOCK_M, from_unit, PRECISION)
                 dk += sums(ds_, q_, scale * from_unit, PRECISION)
                 dq = times(ds_, k_, scale * from_unit, PRECISION)
                 store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
@@ -179,13 +181,13 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
             if DBIAS == KEY:
                 if not SUM_HEADS:
                     of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
-                    tl.store(of_head, column_sum.to(DBias.dtype.element_ty), mask=columns < keys)
+                    tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
         store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
                    BLOCK_D)
         store_tile(DV + at(b, hk, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
     if SUM_HEADS:
         of_batch = DBias + tl.cast(b, tl.int64) * keys + columns
-        tl.store(of_batch, column_sum.to(DBias.dtype.element_ty), mask=columns < keys)
+        tl.store(of_batch, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
 
 
 def _forward(x: Inputs, o: Options, out: torch.Tensor) -> Launch:

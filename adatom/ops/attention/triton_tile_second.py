@@ -27,7 +27,18 @@ from adatom.ops.attention.triton_tile_call import (
     sink_sum,
 )
 from adatom.tiles.launch import Launch
-from adatom.tiles.one_tile import bound, largest, operand, place, softmax, sums, times, transposed, unit
+from adatom.tiles.one_tile import (
+    bound,
+    column_sums,
+    largest,
+    operand,
+    place,
+    softmax,
+    sums,
+    times,
+    transposed,
+    unit,
+)
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -75,7 +86,7 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     columns = tl.arange(0, BLOCK_N)
-    column_sum = tl.zeros((BLOCK_N,), tl.float32)
+    column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
     for n in range(GROUP):
         hk = first + n
         k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
@@ -104,7 +115,7 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
             if DDSINKS:
                 ddsink = tl.load(DDSinks + h).to(tl.float32)
             if not SUM_HEADS:
-                column_sum = tl.zeros((BLOCK_N,), tl.float32)
+                column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
             for step in range(STEPS):
                 m0 = step * BLOCK_M
                 rows = m0 + tl.arange(0, BLOCK_M)
@@ -178,17 +189,19 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                         E -= p * u[:, None]
                     if SINKS:
                         tl.store(DSinks + row + rows, -p_sink * (delta * (ddsink - g) + u), mask=rows < len_q)
-                    if DBIAS == KEY:
-                        column_sum += tl.sum(E, 0) * (1.0 / CARRY)
                     if DBIAS == QUERY:
                         tl.store(DBias + row + rows, tl.sum(E, 1) * (1.0 / CARRY), mask=rows < len_q)
                     if DBIAS == FULL:
                         store_scores(DBias + row * keys, E * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+                    of_bias = E
                     if SOFTCAP:
                         slope = 1.0 - t * t
                         E = E * slope - ds * (2.0 / softcap * from_unit * from_unit_p) * t * slope * raw_tangent
                         ds *= slope
                     E_ = operand(E, q.dtype, PRECISION)
+                    if DBIAS == KEY:
+                        of_keys = operand(of_bias, q.dtype, PRECISION) if SOFTCAP else E_
+                        column_sum += column_sums(of_keys, BLOCK_M, 1.0 / CARRY, PRECISION)
                     dk += sums(E_, q_, scale / CARRY, PRECISION)
                     dq = times(E_, k_, scale / CARRY, PRECISION)
                     if HAS_DDQ or HAS_DDK:
@@ -202,7 +215,7 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
             if DBIAS == KEY:
                 if not SUM_HEADS:
                     of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
-                    tl.store(of_head, column_sum.to(DBias.dtype.element_ty), mask=columns < keys)
+                    tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
         if SECOND:
             store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
                        BLOCK_D)
@@ -210,7 +223,7 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                        BLOCK_DV)
     if SUM_HEADS:
         of_batch = DBias + tl.cast(b, tl.int64) * keys + columns
-        tl.store(of_batch, column_sum.to(DBias.dtype.element_ty), mask=columns < keys)
+        tl.store(of_batch, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
 
 
 Given = tuple[torch.Tensor | None, ...]
