@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, empty
 from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
 
 TILE_NO_SPECIALIZE = ["heads", "kv_heads", "left", "right", "len_q", "len_k"]
@@ -21,14 +21,9 @@ class TileCall(Call):
         block_n = max(16, 1 << (self.len_k - 1).bit_length())
         self.config = pick(name, tables[block_n], self)._replace(block_n=block_n)
 
-    def sums_heads(self, wanted: bool) -> bool:
-        """Whether a program adds up the column sums of all heads: where they share a bias for each key, and batch
-        elements alone fill the machine."""
-        return _key_bias_of_all_heads(self.x, wanted) and self.batch >= 4 * self.device.sms
-
-    def program_count(self, group: int) -> int:
-        """Programs of `group` key heads each."""
-        return self.batch * self.kv_heads // max(group, 1) if self.len_q else 0
+    def program_count(self) -> int:
+        """One program for each key head of each batch element."""
+        return self.batch * self.kv_heads if self.len_q else 0
 
     def numbers(self) -> tuple[Any, ...]:
         """heads, kv_heads, len_q, len_k, left, right, scale, softcap."""
@@ -36,9 +31,9 @@ class TileCall(Call):
             self.heads, self.kv_heads, self.len_q, self.len_k, self.left, self.right, self.scale, self.o.softcap,
         )  # fmt: skip
 
-    def constants(self, group: int, **more: Any) -> dict[str, Any]:
+    def constants(self, **more: Any) -> dict[str, Any]:
         """Constexprs and launch options."""
-        meta = self.constexprs(self.config, GROUP=group, SHARING=self.heads // max(self.kv_heads, 1), **more)
+        meta = self.constexprs(self.config, SHARING=self.heads // max(self.kv_heads, 1), **more)
         meta["STEPS"] = -(-self.len_q // self.config.block_m)
         # probabilities carry a factor that fills the range of float16
         meta["CARRY"] = 16384.0 if meta["PRECISION"].startswith("fp16") else 1.0
@@ -47,19 +42,14 @@ class TileCall(Call):
         return meta
 
 
-def _key_bias_of_all_heads(x: Inputs, wanted: bool) -> bool:
-    bias = x.bias
-    return wanted and bias is not None and tuple(bias.shape) == (x.q.shape[0], 1, 1, x.k.shape[2])
-
-
-def side_of(x: Inputs, wanted: bool, sums_heads: bool) -> torch.Tensor | None:
+def side_of(x: Inputs, wanted: bool) -> torch.Tensor | None:
     """Where a kernel writes what becomes dbias: dbias itself, or sums of rows or columns in float32."""
     kind, _ = bias_grad(x, wanted)
     bias = x.bias
     if not kind:
         return None
     assert bias is not None
-    whole = sums_heads or bias.shape[:2] == x.q.shape[:2]
+    whole = bias.shape[:2] == x.q.shape[:2]
     if kind == 1:
         return empty_like_contiguous(bias) if whole else empty((*x.q.shape[:2], 1, x.k.shape[2]), x.q, torch.float32)
     if kind == 2:
@@ -90,5 +80,14 @@ def sink_sum(rows: torch.Tensor | None, x: Inputs) -> torch.Tensor | None:
 
 
 def configs(block_m: int, warps: int) -> TileConfigs:
-    table = {(kind, d): Config(block_m, 16, warps, 1, spill=1 << 20) for kind in ("half", "tf32", "tf32x3", "ieee") for d in (64,)}
-    return {n: {family: table for family in (80, 86, 90, 100)} for n in (16, 32, 64, 128)}
+    tiles = {16: (16, 1), 32: (32, 2), 64: (64, 4), 128: (64, 4)}
+    return {
+        n: {
+            family: {
+                (kind, 64): Config(*((16, 16, 4) if kind == "ieee" else (m, 16, w)), 1, spill=1 << 20)
+                for kind in ("half", "tf32", "tf32x3", "ieee")
+            }
+            for family in (80, 86, 90, 100)
+        }
+        for n, (m, w) in tiles.items()
+    }
