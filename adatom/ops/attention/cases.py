@@ -3,7 +3,7 @@
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
 GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over
 2**31 elements.
-COMPILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
+COMPILE, COMPILE_TILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 """
 
 from __future__ import annotations
@@ -451,6 +451,26 @@ COMPILE: tuple[Case, ...] = (
         Case(f"{_kind(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
         for kind in (_KINDS[0], _KINDS[2])
         for d, dv in ((40, 40), (192, 128))
+    ),
+)
+
+# of the one-tile kernels, in the lengths that are given
+COMPILE_TILE: tuple[Case, ...] = (
+    *(
+        Case(f"{_kind(*kind)} {d} tile {keys}", 64, 4, 4, keys, keys, d, d, *kind, bias="b11k")
+        for kind in _KINDS
+        for keys, d in ((16, 16), (32, 64), (64, 16), (128, 32))
+    ),
+    *(
+        Case(f"{_kind(*kind)} 16 tile 64 {name}", 64, 4, 2, 64, 64, 16, 24, *kind, **options)
+        for kind in (_KINDS[0], _KINDS[2])
+        for name, options in (
+            ("full", {}),
+            ("bias bhqk", {"bias": "bhqk"}),
+            ("bias bhq1 softcap", {"bias": "bhq1", "softcap": 20.0}),
+            ("bias bool kv_lens", {"bias": "b1qk-bool", "kv_lens": True}),
+            ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
+        )
     ),
 )
 

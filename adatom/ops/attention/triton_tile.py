@@ -12,19 +12,18 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
-from adatom.ops.attention.triton_call import bias_grad, remembered
+from adatom.ops.attention.triton_call import Config, bias_grad, remembered
 from adatom.ops.attention.triton_tile_call import (
     TILE_NO_SPECIALIZE,
     TileCall,
     TileConfigs,
-    configs,
     reduced,
     side_of,
     sink_rows,
     sink_sum,
+    tables,
 )
 from adatom.tiles.launch import Launch
-from adatom.tiles.one_tile import bound, column_sums, operand, place, softmax, sums, times, transposed, unit
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -39,10 +38,18 @@ from adatom.tiles.triton import (
     store_scores,
     store_tile,
 )
+from adatom.tiles.triton_tile import bound, column_sums, operand, place, softmax, sums, times, transposed, unit
 
-# keys -> family of architectures -> (kind of arithmetic, largest head_dim) -> queries in a block, warps, stages
-FWD_CONFIGS: TileConfigs = configs(16, 1)
-BWD_CONFIGS: TileConfigs = configs(16, 1)
+# kind of arithmetic -> keys up to which a tile serves -> queries in a block, -, warps, stages; measured on an H100
+_16, _32, _64 = (Config(16 * warps, 16, warps, 1, spill=2048) for warps in (1, 2, 4))
+_128 = Config(128, 16, 8, 1, spill=4096)
+_IEEE = dict.fromkeys((16, 32, 64, 128), Config(16, 16, 4, 1, spill=4096))
+FWD_CONFIGS: TileConfigs = tables(
+    **dict.fromkeys(("half", "tf32", "tf32x3"), {16: _16, 32: _16, 64: _16, 128: _128}), ieee=_IEEE
+)
+BWD_CONFIGS: TileConfigs = tables(
+    **dict.fromkeys(("half", "tf32", "tf32x3"), {16: _16, 32: _32, 64: _64, 128: _128}), ieee=_IEEE
+)
 
 
 @triton.jit(do_not_specialize=TILE_NO_SPECIALIZE)
@@ -97,11 +104,11 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
                 stride_dvb, stride_dvh, stride_dvn, stride_bb, stride_bh, stride_bm, stride_bn,
                 heads, kv_heads, len_q, len_k, left, right, scale, softcap,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BIAS: tl.constexpr, DBIAS: tl.constexpr, DLSE: tl.constexpr,
-                SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr,
-                ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
-                EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                BIAS: tl.constexpr, DBIAS: tl.constexpr, DLSE: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+                RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr,
+                EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
+                EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     """dQ, dK, dV of one key head of one batch element, and of the query heads that share it.
 
     DBias takes tiles of dS (DBIAS FULL), its row sums (QUERY), or its column sums (KEY). DSinks takes each row's share.

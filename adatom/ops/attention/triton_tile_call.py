@@ -10,6 +10,7 @@ from adatom.ops.attention.problem import Inputs, Options, empty
 from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
 
 TILE_NO_SPECIALIZE = ["heads", "kv_heads", "left", "right", "len_q", "len_k"]
+_FAMILIES = (80, 86, 90, 100)
 TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
 
 
@@ -79,15 +80,19 @@ def sink_sum(rows: torch.Tensor | None, x: Inputs) -> torch.Tensor | None:
     return None if rows is None or x.sinks is None else rows.sum((0, 2)).to(x.sinks.dtype)
 
 
-def configs(block_m: int, warps: int) -> TileConfigs:
-    tiles = {16: (16, 1), 32: (32, 2), 64: (64, 4), 128: (64, 4)}
+def tables(**kinds: dict[int, Config]) -> TileConfigs:
+    """The tables of a kernel from its tiles on sm_90: kind of arithmetic -> keys -> tile.
+
+    Elsewhere tiles have 16 queries a warp. On sm_100 they stay below 64, the rows of its matrix unit, whose memory the
+    parts of float32 overflow.
+    """
+
+
+    def line(family: int, tile: Config) -> Config:
+        high = family == 100 and tile.block_m > 32
+        return tile._replace(block_m=32, num_warps=2, registers=0) if high else tile
+
     return {
-        n: {
-            family: {
-                (kind, 64): Config(*((16, 16, 4) if kind == "ieee" else (m, 16, w)), 1, spill=1 << 20)
-                for kind in ("half", "tf32", "tf32x3", "ieee")
-            }
-            for family in (80, 86, 90, 100)
-        }
-        for n, (m, w) in tiles.items()
+        keys: {family: {(kind, 64): line(family, tiles[keys]) for kind, tiles in kinds.items()} for family in _FAMILIES}
+        for keys in (16, 32, 64, 128)
     }

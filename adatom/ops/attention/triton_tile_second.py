@@ -6,8 +6,8 @@ With cotangents ddq, ddk, ddv, ddbias of the first backward (docs/double_backwar
     H = dO ddv^T;  u = rowsum(dO ddO);  E = dS (G - g) + P (H - u)
     dQ2 = scale (E K + dS ddk);  dK2 = scale (E^T Q + dS^T ddq);  dV2 = W^T dO;  dbias2 = reduce(E)
 
-A row of scores is whole, so g, delta and u are plain row sums: P, dP and G are computed once, and neither out nor lse is
-read. The forward mode is the first line.
+A row of scores is whole, so g, delta and u are plain row sums: P, dP and G are computed once, and neither out nor lse
+is read. The forward mode is the first line.
 """
 
 import torch
@@ -15,30 +15,18 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
-from adatom.ops.attention.triton_call import bias_grad, broadcast_strides, remembered
+from adatom.ops.attention.triton_call import Config, bias_grad, broadcast_strides, remembered
 from adatom.ops.attention.triton_tile_call import (
     TILE_NO_SPECIALIZE,
     TileCall,
     TileConfigs,
-    configs,
     reduced,
     side_of,
     sink_rows,
     sink_sum,
+    tables,
 )
 from adatom.tiles.launch import Launch
-from adatom.tiles.one_tile import (
-    bound,
-    column_sums,
-    largest,
-    operand,
-    place,
-    softmax,
-    sums,
-    times,
-    transposed,
-    unit,
-)
 from adatom.tiles.triton import (
     FULL,
     KEY,
@@ -54,9 +42,28 @@ from adatom.tiles.triton import (
     store_tile,
     tangent_of,
 )
+from adatom.tiles.triton_tile import (
+    bound,
+    column_sums,
+    largest,
+    operand,
+    place,
+    softmax,
+    sums,
+    times,
+    transposed,
+    unit,
+)
 
-# keys -> family of architectures -> (kind of arithmetic, largest head_dim) -> queries in a block, warps, stages
-CONFIGS: TileConfigs = configs(16, 1)
+# kind of arithmetic -> keys up to which a tile serves -> queries in a block, -, warps, stages; measured on an H100
+_16, _32 = Config(16, 16, 1, 1, spill=4096), Config(32, 16, 2, 1, spill=4096)
+_64, _128 = Config(64, 16, 4, 1, spill=1024, registers=128), Config(128, 16, 8, 1, spill=16384)
+CONFIGS: TileConfigs = tables(
+    half={16: _16, 32: _32, 64: _64, 128: _128},
+    tf32={16: _16, 32: _32, 64: _16, 128: _128},
+    tf32x3={16: _16, 32: _32, 64: _32, 128: _128},
+    ieee=dict.fromkeys((16, 32, 64, 128), Config(16, 16, 4, 1, spill=8192)),
+)
 
 
 @triton.jit(do_not_specialize=TILE_NO_SPECIALIZE)
@@ -73,8 +80,8 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                    BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr,
                    DLSE: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                    SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr,
-                   EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
-                   SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
+                   EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
+                   EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr):
     """ddO and ddlse, the tangents of out and lse, of one key head of one batch element, and of the query heads that
     share it. SECOND: dQ2, dK2 and dV2 too; DBias takes of E, and DSinks of each row, what the first backward's do.
