@@ -60,7 +60,7 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
-QUICK_TILES = ("bf16 16 tile 64", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
+QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
 
 
 class Spec(NamedTuple):

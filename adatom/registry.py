@@ -49,7 +49,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
-    Row("attention_bwd_bwd", "one_tile", "attention.triton_tile_second:backward_backward", attention.one_tile),
+    Row("attention_bwd_bwd", "one_tile", "attention.triton_tile_second:backward_backward", attention.one_tile_second),
     Row("attention_bwd_bwd", "triton", "attention.triton_bwd_bwd:backward_backward", attention.triton_second),
     Row("attention_bwd_bwd", "torch_chunked", "attention.torch_chunked:backward_backward", attention.torch_chunked),
     Row("attention_bwd_bwd", "reference", "attention.reference:backward_backward", attention.reference),

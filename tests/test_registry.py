@@ -145,7 +145,7 @@ def test_explain_prints_every_row_and_computes_nothing():
     with pretend(MACHINES["sm_90"]):
         text = str(adatom.explain("attention", q, q, q, causal=True, backend="torch_chunked"))
     assert text.count("-> torch_chunked  runs") == len(PASSES)
-    unfit = text.count("at most 128 queries and keys")
+    unfit = text.count("at most 128 queries and 64 keys")
     assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - unfit
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)

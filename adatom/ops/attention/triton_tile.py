@@ -1,4 +1,4 @@
-"""Attention whose keys fit one tile (at most 128), forward and backward in one launch each: neighbour attention.
+"""Attention whose keys fit one tile (at most 64), forward and backward in one launch each: neighbour attention.
 
     P = softmax(S);  dP = dO V^T;  dS = P (dP - delta);  delta = rowsum(P dP) - dlse
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dbias = reduce(dS);  dsinks = -sum P_sink delta
@@ -40,16 +40,8 @@ from adatom.tiles.triton import (
 )
 from adatom.tiles.triton_tile import bound, column_sums, operand, place, softmax, sums, times, transposed, unit
 
-# kind of arithmetic -> keys up to which a tile serves -> queries in a block, -, warps, stages; measured on an H100
-_16, _32, _64 = (Config(16 * warps, 16, warps, 1, spill=2048) for warps in (1, 2, 4))
-_128 = Config(128, 16, 8, 1, spill=4096)
-_IEEE = dict.fromkeys((16, 32, 64, 128), Config(16, 16, 4, 1, spill=4096))
-FWD_CONFIGS: TileConfigs = tables(
-    **dict.fromkeys(("half", "tf32", "tf32x3"), {16: _16, 32: _16, 64: _16, 128: _128}), ieee=_IEEE
-)
-BWD_CONFIGS: TileConfigs = tables(
-    **dict.fromkeys(("half", "tf32", "tf32x3"), {16: _16, 32: _32, 64: _64, 128: _128}), ieee=_IEEE
-)
+# keys up to which a tile serves -> queries in a block, -, warps, stages
+CONFIGS: TileConfigs = tables(Config(16, 16, 1, 1), Config(32, 16, 2, 1), Config(64, 16, 4, 1))
 
 
 @triton.jit(do_not_specialize=TILE_NO_SPECIALIZE)
@@ -187,7 +179,7 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
 
 
 def _forward(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
-    call = TileCall(x, o, "tile_fwd", FWD_CONFIGS)
+    call = TileCall(x, o, "tile_fwd", CONFIGS)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
         *call.numbers(),
@@ -206,7 +198,7 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
 def _backward(
     x: Inputs, o: Options, dout: torch.Tensor, dlse: bool, wanted: bool, grads: tuple[torch.Tensor, ...]
 ) -> Launch:
-    call = TileCall(x, o, "tile_bwd", BWD_CONFIGS)
+    call = TileCall(x, o, "tile_bwd", CONFIGS)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout),
         *(n for grad in grads for n in call.strides(grad)), *call.bias_strides, *call.numbers(),

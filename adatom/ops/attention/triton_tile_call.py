@@ -10,7 +10,6 @@ from adatom.ops.attention.problem import Inputs, Options, empty
 from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
 
 TILE_NO_SPECIALIZE = ["heads", "kv_heads", "left", "right", "len_q", "len_k"]
-_FAMILIES = (80, 86, 90, 100)
 TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
 
 
@@ -80,19 +79,18 @@ def sink_sum(rows: torch.Tensor | None, x: Inputs) -> torch.Tensor | None:
     return None if rows is None or x.sinks is None else rows.sum((0, 2)).to(x.sinks.dtype)
 
 
-def tables(**kinds: dict[int, Config]) -> TileConfigs:
-    """The tables of a kernel from its tiles on sm_90: kind of arithmetic -> keys -> tile.
+def tables(*tiles: Config) -> TileConfigs:
+    """The tables of a kernel from its tiles for 16, 32 and 64 keys on tensor cores: 16 queries a warp.
 
-    Elsewhere tiles have 16 queries a warp. On sm_100 they stay below 64, the rows of its matrix unit, whose memory the
-    parts of float32 overflow.
+    On sm_100 tiles stay below 64 rows, those of its matrix unit, whose memory the parts of float32 overflow.
     """
+    low = tuple(tile if tile.block_m < 64 else tile._replace(block_m=32, num_warps=2) for tile in tiles)
 
-
-    def line(family: int, tile: Config) -> Config:
-        high = family == 100 and tile.block_m > 32
-        return tile._replace(block_m=32, num_warps=2, registers=0) if high else tile
+    def table(tile: Config) -> dict[tuple[str, int], Config]:
+        lines = {(kind, 64): tile for kind in ("half", "tf32", "tf32x3")}
+        return lines | {("ieee", 64): Config(16, 16, 4, 1, spill=8192)}
 
     return {
-        keys: {family: {(kind, 64): line(family, tiles[keys]) for kind, tiles in kinds.items()} for family in _FAMILIES}
-        for keys in (16, 32, 64, 128)
+        keys: {family: table((low if family == 100 else tiles)[i]) for family in (80, 86, 90, 100)}
+        for i, keys in enumerate((16, 32, 64))
     }

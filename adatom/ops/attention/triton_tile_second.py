@@ -1,4 +1,4 @@
-"""Second derivative and forward mode of attention whose keys fit one tile (at most 128), in one launch each.
+"""Second derivative and forward mode of attention whose keys fit one tile (at most 64), in one launch each.
 
 With cotangents ddq, ddk, ddv, ddbias of the first backward (docs/double_backward.md):
 
@@ -55,14 +55,9 @@ from adatom.tiles.triton_tile import (
     unit,
 )
 
-# kind of arithmetic -> keys up to which a tile serves -> queries in a block, -, warps, stages; measured on an H100
-_16, _32 = Config(16, 16, 1, 1, spill=4096), Config(32, 16, 2, 1, spill=4096)
-_64, _128 = Config(64, 16, 4, 1, spill=1024, registers=128), Config(128, 16, 8, 1, spill=16384)
+# keys up to which a tile serves -> queries in a block, -, warps, stages
 CONFIGS: TileConfigs = tables(
-    half={16: _16, 32: _32, 64: _64, 128: _128},
-    tf32={16: _16, 32: _32, 64: _16, 128: _128},
-    tf32x3={16: _16, 32: _32, 64: _32, 128: _128},
-    ieee=dict.fromkeys((16, 32, 64, 128), Config(16, 16, 4, 1, spill=8192)),
+    Config(16, 16, 1, 1, spill=1024), Config(32, 16, 2, 1, spill=1024), Config(64, 16, 4, 1, spill=1024)
 )
 
 
