@@ -60,6 +60,7 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
+QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
 
 
 class Spec(NamedTuple):
@@ -171,8 +172,8 @@ def _arguments(op: str, x: Inputs, o: Options) -> tuple[Any, ...]:
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
-    """The cases of COMPILE, so long that kernels use what pays only at length (tensor descriptors); then short and of
-    odd lengths. Quick: those of QUICK_CASES, only the first of them odd."""
+    """The cases of COMPILE, so long that kernels use what pays only at length (tensor descriptors), and those of
+    COMPILE_TILE; then short and of odd lengths. Quick: those of QUICK_CASES and QUICK_TILES, only the first odd."""
     chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
 
     def resized(case: Case, factor: int, more: int) -> Case:
@@ -180,7 +181,9 @@ def selection(quick: bool) -> tuple[Case, ...]:
         return case._replace(name=case.name + (" odd" if more else ""), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
-    return (*long, *(resized(case, 1, -3) for case in chosen if not quick or case.name == QUICK_CASES[0]))
+    tiles = [case for case in cases.COMPILE_TILE if not quick or case.name in QUICK_TILES]
+    odd = [case for case in chosen if not quick or case.name == QUICK_CASES[0]]
+    return (*long, *tiles, *(resized(case, 1, -3) for case in odd))
 
 
 class Collector:

@@ -26,10 +26,10 @@ MACHINES = {
 PASSES = registry.PASSES["attention"]
 
 
-def posed(machine: str = "sm_90", dtype: torch.dtype = torch.bfloat16, dim: int = 64, **options):
-    """The problem of self-attention (2, 4, 128, dim) on an invented machine."""
+def posed(machine: str = "sm_90", dtype: torch.dtype = torch.bfloat16, dim: int = 64, length: int = 256, **options):
+    """The problem of self-attention (2, 4, length, dim) on an invented machine."""
     with pretend(MACHINES[machine]):
-        q = torch.empty(2, 4, 128, dim, dtype=dtype)
+        q = torch.empty(2, 4, length, dim, dtype=dtype)
         return api.problem_of(q, q, q, **options)[0]
 
 
@@ -221,7 +221,7 @@ def test_explicit_backend_never_falls_back():
 
 def test_unknown_backend_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="no backend 'cudnn' for attention_fwd; there are: hopper, triton, torch_chunked, ref"
+        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, hopper, triton, torch_ch"
     ):
         choose("attention_fwd", posed(), "cudnn")
 
@@ -252,7 +252,7 @@ def test_deterministic_is_torchs_flag():
 def test_reasons_are_words_and_the_first_fit_row_is_chosen():
     for machine in MACHINES:
         for options in ({}, {"causal": True}, {"softcap": 3.0}, {"kv_lens": torch.tensor([3, 9])}):
-            q = torch.empty(2, 4, 128, 64)
+            q = torch.empty(2, 4, 256, 64)
             with pretend(MACHINES[machine]):
                 verdicts = adatom.explain("attention", q, q, q, **options)
             assert [(v.op, v.backend) for v in verdicts] == [(r.op, r.backend) for op in PASSES for r in rows(op)]
@@ -269,7 +269,7 @@ def test_explain_prints_every_row_and_computes_nothing():
     with pretend(MACHINES["sm_90"]):
         text = str(adatom.explain("attention", q, q, q, causal=True, backend="torch_chunked"))
     assert text.count("-> torch_chunked  runs") == len(PASSES)
-    refusals = text.count("takes float16 and bfloat16")
+    refusals = text.count("takes float16 and bfloat16") + text.count("at most 128 queries and 64 keys")
     assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - refusals
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)

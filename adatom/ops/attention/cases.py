@@ -3,7 +3,7 @@
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
 GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over
 2**31 elements.
-COMPILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
+COMPILE, COMPILE_TILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 """
 
 from __future__ import annotations
@@ -440,6 +440,47 @@ GPU: tuple[Case, ...] = (
         layout="bshd",
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
+    *(
+        Case(f"neighbours {_kind(*kind)} {k} {d}x{dv} {bias}", n, 8, 8, k, k, d, dv, *kind, bias=bias)
+        for kind, n, k, d, dv, bias in (
+            (_KINDS[2], 2000, 64, 16, 16, "b11k"),
+            (_KINDS[3], 600, 64, 16, 16, "bh1k"),
+            (_KINDS[4], 60, 64, 16, 24, "b11k"),
+            (_KINDS[0], 600, 64, 16, 16, "b11k"),
+            (_KINDS[1], 600, 61, 16, 32, "bhqk"),
+            (_KINDS[2], 600, 32, 64, 64, "b11k"),
+            (_KINDS[3], 300, 32, 64, 40, "bhqk-inf"),
+            (_KINDS[4], 60, 32, 32, 64, ""),
+            (_KINDS[0], 600, 30, 64, 64, "b11k-inf"),
+            (_KINDS[2], 600, 16, 16, 8, "b11k-far"),
+            (_KINDS[0], 700, 16, 32, 32, ""),
+            (_KINDS[2], 100, 128, 32, 32, "b11k"),
+            (_KINDS[2], 60, 128, 64, 64, "bhqk"),
+            (_KINDS[3], 60, 128, 64, 64, "b11k"),
+            (_KINDS[4], 20, 128, 64, 64, "b11k"),
+            (_KINDS[0], 100, 128, 64, 64, "bh1k"),
+            (_KINDS[1], 100, 128, 16, 16, "bhq1"),
+            (_KINDS[2], 60, 100, 40, 24, "b1qk-bool"),
+        )
+    ),
+    *(
+        Case(f"neighbours, ragged {_kind(*kind)}", 600, 8, 8, 64, 64, 16, 16, *kind, bias="b11k", kv_lens=True)
+        for kind in (_KINDS[0], _KINDS[2])
+    ),
+    Case("neighbours, few queries", 600, 8, 8, 1, 48, 32, 32, F32, bias="b11k"),
+    Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
+    Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
+    Case(
+        "neighbours, everything",
+        *(600, 4, 2, 60, 70, 24, 32, F32),
+        bias="b11k-inf",
+        causal=True,
+        window=(50, None),
+        softcap=5.0,
+        sinks=True,
+        kv_lens=True,
+        scale=0.4,
+    ),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
     Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 40, 40, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
@@ -494,6 +535,26 @@ COMPILE: tuple[Case, ...] = (
         Case(f"{_kind(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
         for kind in (_KINDS[0], _KINDS[2])
         for d, dv in ((40, 40), (192, 128))
+    ),
+)
+
+# of the one-tile kernels, in the lengths that are given
+COMPILE_TILE: tuple[Case, ...] = (
+    *(
+        Case(f"{_kind(*kind)} {d} tile {keys}", 64, 4, 4, keys, keys, d, d, *kind, bias="b11k")
+        for kind in _KINDS
+        for keys, d in ((16, 16), (32, 64), (64, 16), (64, 64))
+    ),
+    *(
+        Case(f"{_kind(*kind)} 16 tile 64 {name}", 64, 4, 2, 64, 64, 16, 24, *kind, **options)
+        for kind in (_KINDS[0], _KINDS[2])
+        for name, options in (
+            ("full", {}),
+            ("bias bhqk", {"bias": "bhqk"}),
+            ("bias bhq1 softcap", {"bias": "bhq1", "softcap": 20.0}),
+            ("bias bool kv_lens", {"bias": "b1qk-bool", "kv_lens": True}),
+            ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
+        )
     ),
 )
 

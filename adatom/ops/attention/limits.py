@@ -33,6 +33,31 @@ def triton(p: Problem) -> str | None:
     return None
 
 
+def one_tile(p: Problem) -> str | None:
+    """One-tile kernels: at most 64 keys and 128 queries, head_dim up to 64."""
+    if (why := triton(p)) is not None:
+        return why
+    if p.varlen:
+        return "takes padded batches (kv_lens), not packed sequences"
+    if p.seqlen_q > 128 or p.seqlen_k > 64:
+        return "takes at most 128 queries and 64 keys"
+    if max(p.head_dim, p.head_dim_v) > 64:
+        return f"takes head_dim up to 64; got {p.head_dim}, v's {p.head_dim_v}"
+    if p.bias == "full" and p.bias_grad and p.bias_shared:
+        return "gives no gradient of a full bias that several (batch, head) share"
+    return None
+
+
+def one_tile_second(p: Problem) -> str | None:
+    """The second derivative in one tile: where shared memory is small, not all of float32."""
+    if (why := one_tile(p)) is not None:
+        return why
+    wide = max(p.head_dim, p.head_dim_v) > 32 and p.seqlen_k > 32 and p.dtype == torch.float32
+    if wide and p.precision == "tf32x3" and p.device.kind == "cuda" and p.device.shared_memory < 148 * 1024:
+        return f"tf32x3 beyond head_dim 32 and 32 keys needs 148 KB of shared memory; sm_{p.device.arch} has less"
+    return None
+
+
 def triton_second(p: Problem) -> str | None:
     """Triton kernels of the second derivative: where shared memory is small, not float32 at every head_dim."""
     if (why := triton(p)) is not None:
