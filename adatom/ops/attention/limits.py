@@ -45,6 +45,8 @@ def one_tile(p: Problem) -> str | None:
         return f"takes head_dim up to 64; got {p.head_dim}, v's {p.head_dim_v}"
     if p.bias == "full" and p.bias_grad and p.bias_shared:
         return "gives no gradient of a full bias that several (batch, head) share"
+    if p.bias_repeated:
+        return "does not take a bias whose slices serve several batch elements each"
     return None
 
 

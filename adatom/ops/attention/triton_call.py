@@ -77,7 +77,7 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
     """The configuration of kernel `name` for this call.
 
     A table has a line for each kind of arithmetic and each of the head_dims 64, 128 and 256, up to which it serves. It
-    may have more for head_dim 32, and for calls with an option that costs registers or bandwidth: "half bias",
+    may have more for head_dim 16 and 32, and for calls with an option that costs registers or bandwidth: "half bias",
     "half packed".
     """
     if name in _forced:
@@ -86,7 +86,7 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
         return _INTERPRETED
     table, dim = configs[family(call.device.arch)], max(call.head_dim, call.head_dim_v)
     option = " bias" if call.meta["BIAS"] else " packed" if call.varlen else ""
-    keys = ((kind, d) for d in (32, 64, 128, 256) if dim <= d for kind in (call.kind + option, call.kind))
+    keys = ((kind, d) for d in (16, 32, 64, 128, 256) if dim <= d for kind in (call.kind + option, call.kind))
     return next(table[key] for key in keys if key in table)
 
 

@@ -57,8 +57,13 @@ from adatom.tiles.triton_tile import (
 
 # keys up to which a tile serves -> queries in a block, -, warps, stages
 CONFIGS: TileConfigs = tables(
-    Config(16, 16, 1, 1, spill=1024), Config(32, 16, 2, 1, spill=1024), Config(64, 16, 4, 1, spill=1024)
+    Config(16, 16, 1, 1, spill=1024), Config(32, 16, 2, 1, spill=1024), Config(64, 16, 4, 1, spill=2048)
 )
+CONFIGS[64][90] |= {
+    ("half", 16): Config(64, 16, 4, 1, registers=128),
+    ("tf32", 16): Config(16, 16, 1, 1),
+    ("tf32x3", 16): Config(32, 16, 2, 1),
+}
 
 
 @triton.jit(do_not_specialize=TILE_NO_SPECIALIZE)
