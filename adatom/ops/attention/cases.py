@@ -454,13 +454,9 @@ GPU: tuple[Case, ...] = (
             (_KINDS[0], 600, 30, 64, 64, "b11k-inf"),
             (_KINDS[2], 600, 16, 16, 8, "b11k-far"),
             (_KINDS[0], 700, 16, 32, 32, ""),
-            (_KINDS[2], 100, 128, 32, 32, "b11k"),
-            (_KINDS[2], 60, 128, 64, 64, "bhqk"),
-            (_KINDS[3], 60, 128, 64, 64, "b11k"),
-            (_KINDS[4], 20, 128, 64, 64, "b11k"),
-            (_KINDS[0], 100, 128, 64, 64, "bh1k"),
-            (_KINDS[1], 100, 128, 16, 16, "bhq1"),
-            (_KINDS[2], 60, 100, 40, 24, "b1qk-bool"),
+            (_KINDS[2], 60, 50, 40, 24, "b1qk-bool"),
+            (_KINDS[2], 60, 64, 64, 64, "bhqk"),
+            (_KINDS[0], 60, 64, 64, 64, "bh1k"),
         )
     ),
     *(
@@ -472,7 +468,7 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
     Case(
         "neighbours, everything",
-        *(600, 4, 2, 60, 70, 24, 32, F32),
+        *(600, 4, 2, 100, 60, 24, 32, F32),
         bias="b11k-inf",
         causal=True,
         window=(50, None),
