@@ -20,10 +20,11 @@ from adatom.ops.attention.triton_call import (
     Config,
     Configs,
     bias_grad,
-    bias_side,
+    bias_tiles,
     column_sums,
     pick,
     plain,
+    query_bias_grad,
     reduce_to,
     remembered,
     sink_grad,
@@ -156,7 +157,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dQ and delta of a block of queries; also its tiles of an unshared dbias, or its row sums of dS."""
+    """dQ and delta of a block of queries; also its tiles of an unshared dbias."""
     after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
@@ -178,7 +179,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
     if BIAS != NONE:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
-    if DBIAS == FULL:
+    if DBIAS:
         DBias += row * keys
     m0 = block * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
@@ -196,7 +197,6 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
     lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    rowsum = tl.zeros((BLOCK_M,), tl.float32)
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
@@ -206,16 +206,12 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
                              BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         ds = p * (dot(do, v, None, PRECISION, True) - delta[:, None])
-        if DBIAS == QUERY:
-            rowsum += tl.sum(ds, 1)
-        if DBIAS == FULL:
+        if DBIAS:
             store_scores(DBias, ds, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
         if SOFTCAP:
             ds *= 1.0 - t * t
         dq = dot(ds.to(k.dtype), k, dq, PRECISION)
     store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-    if DBIAS == QUERY:
-        tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -366,7 +362,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
 
 
 def _q_launch(
-    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool, dbias: int
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool, dbias: bool
 ) -> Launch:
     call = Call(x, o)
     config = pick("bwd_q", Q_CONFIGS, call)
@@ -383,16 +379,15 @@ def _q_launch(
 
 def _q_pass(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    dbias: int,
+    dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """dq, delta, and what DBIAS says: the tiles of dbias, the row sums of dS, or nothing."""
-    dq, delta = empty_like(x.q), empty_like(lse)
-    side = bias_side(x, o, dbias, lse)
+    """dq, delta, and an unshared dbias if wanted."""
+    dq, delta, tiles = empty_like(x.q), empty_like(lse), bias_tiles(x, o, dbias)
     launch = remembered(x, "bwd_q", lambda: _q_launch(x, o, out, dout, dq, dlse is not None, dbias))
     launch(
-        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse, delta, dq, side
+        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse, delta, dq, tiles
     )  # fmt: skip
-    return dq, delta, side
+    return dq, delta, tiles
 
 
 def _kv_launch(x: Inputs, o: Options, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, colsum: bool) -> Launch:
@@ -451,13 +446,12 @@ def backward(
     """dq, dk, dv, dbias (if wanted), dsinks, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
     kind, shared = bias_grad(x, wanted)
-    dq, delta, side = _q_pass(x, o, out, lse, dout, dlse, NONE.value if shared or kind == KEY.value else kind)
+    dq, delta, dbias = _q_pass(x, o, out, lse, dout, dlse, kind == FULL.value and not shared)
     dk, dv, colsum = _kv_pass(x, o, lse, dout, delta, kind == KEY.value)
-    dbias = side
     if shared:
         dbias = _bias_pass(x, o, x.bias, lse, dout, delta)  # type: ignore[arg-type]
     elif kind == KEY.value:
         dbias = reduce_to(colsum, x.bias)  # type: ignore[arg-type]
     elif kind == QUERY.value:
-        dbias = reduce_to(side[..., None], x.bias)  # type: ignore[index, arg-type]
+        dbias = query_bias_grad(x, lse, delta, dlse)
     return dq, dk, dv, dbias, None if x.sinks is None else sink_grad(x, lse, delta)

@@ -22,10 +22,11 @@ from adatom.ops.attention.triton_call import (
     Config,
     Configs,
     bias_grad,
-    bias_side,
+    bias_tiles,
     column_sums,
     pick,
     plain,
+    query_bias_grad,
     reduce_to,
     remembered,
     sink_grad,
@@ -200,10 +201,9 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DDBIAS:
         DDBias += at(b // repeats, h, 0, stride_cb, stride_ch, 0)
-    if DBIAS == FULL:
+    if DBIAS:
         DBias += row * keys
     m0 = block * BLOCK_M
-    rows = m0 + tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
@@ -216,7 +216,6 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
     g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
     u = load_row(U + row, b, h, m0, len_q, BLOCK_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    rowsum = tl.zeros((BLOCK_M,), tl.float32)
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
@@ -234,15 +233,11 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
         H = dot(do, ddv, None, PRECISION, True)
         E, to_k, to_ddk, _ = _cotangents(p, t, tangent, raw_tangent, dp, H, delta[:, None], g[:, None], u[:, None],
                                          softcap, SOFTCAP)
-        if DBIAS == QUERY:
-            rowsum += tl.sum(E, 1)
-        if DBIAS == FULL:
+        if DBIAS:
             store_scores(DBias, E, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
         dq = dot(to_k.to(k.dtype), k, dq, PRECISION)
         dq = dot(to_ddk.to(k.dtype), ddk, dq, PRECISION)
     store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-    if DBIAS == QUERY:
-        tl.store(DBias + row + rows, rowsum, mask=rows < len_q)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -428,7 +423,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     store_scores(DBias + tl.cast(piece, tl.int64) * len_q * keys, acc, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
 
 
-def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torch.Tensor, dbias: int) -> Launch:
+def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torch.Tensor, dbias: bool) -> Launch:
     call = Call(x, o)
     config = pick("bwd_bwd_q", Q_CONFIGS, call)
     tma = call.use_tma(config, x.q, x.k, x.v, dout, d.q, d.k, d.v)
@@ -445,16 +440,16 @@ def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torc
 
 def _q_pass(
     x: Inputs, o: Options, d: Directions, lse: torch.Tensor, dout: torch.Tensor, rows: tuple[torch.Tensor, ...],
-    dbias: int,
+    dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """dq2, and what DBIAS says: the tiles of dbias2, the row sums of E, or nothing."""
-    dq, side = empty_like(x.q), bias_side(x, o, dbias, lse)
+    """dq2, and an unshared dbias2 if wanted."""
+    dq, tiles = empty_like(x.q), bias_tiles(x, o, dbias)
     launch = remembered(x, "bwd_bwd_q", lambda: _q_launch(x, o, d, dout, dq, dbias))
     launch(
         x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, lse, dout, d.q, d.k, d.v, d.bias, *rows,
-        dq, side,
+        dq, tiles,
     )  # fmt: skip
-    return dq, side
+    return dq, tiles
 
 
 def _kv_launch(
@@ -526,19 +521,17 @@ def backward_backward(
     d = Directions(x, ddq, ddk, ddv, ddbias, ddsinks)
     ddout, g, u, delta = tangent_pass(x, o, d, out, lse, dout, None if dlse is None else dlse.contiguous())
     rows = (g, u, delta)
+    of_sinks = delta
+    if x.sinks is not None:
+        per_head = (-1, 1) if x.cu_seqlens_q is not None else (1, -1, 1)
+        of_sinks = u - delta * (g if d.sinks is None else g - d.sinks.float().view(per_head))
     kind, shared = bias_grad(x, wanted)
-    dq, side = _q_pass(x, o, d, lse, dout, rows, NONE.value if shared or kind == KEY.value else kind)
+    dq, dbias = _q_pass(x, o, d, lse, dout, rows, kind == FULL.value and not shared)
     dk, dv, colsum = _kv_pass(x, o, d, lse, dout, rows, kind == KEY.value)
-    dbias = side
     if shared:
         dbias = _bias_pass(x, o, d, x.bias, lse, dout, rows)  # type: ignore[arg-type]
     elif kind == KEY.value:
         dbias = reduce_to(colsum, x.bias)  # type: ignore[arg-type]
     elif kind == QUERY.value:
-        dbias = reduce_to(side[..., None], x.bias)  # type: ignore[index, arg-type]
-    dsinks = None
-    if x.sinks is not None:
-        per_head = (-1, 1) if x.cu_seqlens_q is not None else (1, -1, 1)
-        moved = g if d.sinks is None else g - d.sinks.float().view(per_head)
-        dsinks = sink_grad(x, lse, u - delta * moved)
-    return dq, dk, dv, dbias, dsinks, ddout, g
+        dbias = query_bias_grad(x, lse, of_sinks)
+    return dq, dk, dv, dbias, None if x.sinks is None else sink_grad(x, lse, of_sinks), ddout, g

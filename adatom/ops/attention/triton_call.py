@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adatom.device import facts
-from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind, empty, empty_like, sum_to_bias
+from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind, empty, sum_to_bias
 from adatom.tiles.launch import Launch, tile_dim
 
 _BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
@@ -239,15 +239,14 @@ def bias_grad(x: Inputs, wanted: bool) -> tuple[int, bool]:
     return kind, kind == 3 and tuple(x.bias.shape[:2]) != tuple(x.q.shape[:2])  # type: ignore[union-attr]
 
 
-def bias_side(x: Inputs, o: Options, kind: int, lse: torch.Tensor) -> torch.Tensor | None:
-    """What a pass over queries writes beside dq: dbias itself if full, row sums like lse if per query."""
-    if kind == 3:
-        shape = (*x.q.shape[:3], x.k.shape[2])
-        # tiles outside the mask are never visited
-        skips = o.causal or o.window_left >= 0 or o.window_right >= 0 or x.kv_lens is not None
-        dtype = x.bias.dtype  # type: ignore[union-attr]
-        return lse.new_zeros(shape, dtype=dtype) if skips else empty(shape, lse, dtype)
-    return empty_like(lse) if kind == 2 else None
+def bias_tiles(x: Inputs, o: Options, wanted: bool) -> torch.Tensor | None:
+    """Where a pass over queries writes the tiles of an unshared dbias."""
+    if not wanted:
+        return None
+    shape, dtype = (*x.q.shape[:3], x.k.shape[2]), x.bias.dtype  # type: ignore[union-attr]
+    # tiles outside the mask are never visited
+    skips = o.causal or o.window_left >= 0 or o.window_right >= 0 or x.kv_lens is not None
+    return x.q.new_zeros(shape, dtype=dtype) if skips else empty(shape, x.q, dtype)
 
 
 def column_sums(x: Inputs, wanted: bool) -> torch.Tensor | None:
@@ -257,17 +256,36 @@ def column_sums(x: Inputs, wanted: bool) -> torch.Tensor | None:
     return empty((*x.q.shape[:2], 1, x.k.shape[2]), x.q, torch.float32)
 
 
+def _of_sinks(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
+    """exp(sink - lse) * per_row for each query, like lse; 0 for a query that sees nothing."""
+    assert x.sinks is not None
+    shape = (-1, 1) if x.cu_seqlens_q is not None else (1, -1, 1)
+    p = torch.exp(x.sinks.float().view(shape) - lse)
+    return torch.where(lse == float("-inf"), 0.0, p * per_row)
+
+
 def sink_grad(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
     """-sum of exp(sink - lse) * per_row over the queries of each head, in sinks' dtype; empty rows give 0."""
-    dims, shape = ((1,), (-1, 1)) if x.cu_seqlens_q is not None else ((0, 2), (1, -1, 1))
-    sinks = x.sinks
-    assert sinks is not None
-    p = torch.exp(sinks.float().view(shape) - lse)
-    return -torch.where(lse == float("-inf"), 0.0, p * per_row).sum(dims).to(sinks.dtype)
+    dims = (1,) if x.cu_seqlens_q is not None else (0, 2)
+    return -_of_sinks(x, lse, per_row).sum(dims).to(x.sinks.dtype)  # type: ignore[union-attr]
+
+
+def query_bias_grad(
+    x: Inputs, lse: torch.Tensor, per_row: torch.Tensor, dlse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient of a bias per query, in its dtype; per_row as in `sink_grad`.
+
+    It shifts a row of scores as a whole, so that only lse and the share of the sink move: the row sums of dS are
+    dlse + exp(sink - lse) * delta, those of E exp(sink - lse) * (u - delta * (g - ddsink)).
+    """
+    sums = torch.zeros_like(lse) if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
+    if x.sinks is not None:
+        sums = sums + _of_sinks(x, lse, per_row)
+    return reduce_to(sums[..., None], x.bias)  # type: ignore[arg-type]
 
 
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
+    """Sums of rows or columns (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
     return sum_to_bias(sums, bias).to(bias.dtype)
 
 

@@ -40,6 +40,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("tf32", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32", 128): Config(64, 64, 4, 2, tma=True, spill=8192),
         ("tf32", 256): Config(128, 32, 8, 1, spill=32768),
+        ("tf32x3 bias", 64): Config(128, 64, 8, 1),
         ("tf32x3", 64): Config(128, 64, 4, 1, spill=2048),
         ("tf32x3", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
         ("tf32x3", 256): Config(128, 32, 8, 1, spill=32768),
@@ -62,7 +63,10 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
         ("ieee", 256): Config(16, 32, 8, 1, spill=32768),
     },
 }
-CONFIGS[100] = CONFIGS[90] | LOW_TILES | {("half bias", 128): Config(128, 64, 8, 3, spill=1024)}
+CONFIGS[100] = CONFIGS[90] | LOW_TILES | {
+    ("half bias", 128): Config(128, 64, 8, 3, spill=1024),
+    ("tf32x3 bias", 64): LOW_TILES["tf32x3", 64],
+}
 CONFIGS[86] = CONFIGS[80] | {
     ("half", 64): Config(128, 64, 4, 2),
     ("half", 128): Config(64, 64, 4, 2),
@@ -117,6 +121,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
 
     unit = scale * LOG2E
     for n0 in range(begin, end, BLOCK_N):
+        bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
         s = dot(q, k, None, PRECISION, True)
         if not FOLD:
@@ -125,7 +130,6 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
             else:
                 s *= scale
             if BIAS != NONE:
-                bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
                 s = add_bias(s, bias)
         if LEFT or RIGHT or not EVEN_N:
             if (n0 < whole_begin) | (n0 >= whole_end):
