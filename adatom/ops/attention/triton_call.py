@@ -108,6 +108,8 @@ def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:
 class Call:
     """One call as the kernels take it: all that follows from shapes and options."""
 
+    equal_tiles = True  # for both head_dims in float32, if small
+
     def __init__(self, x: Inputs, o: Options) -> None:
         q, v, bias = x.q, x.v, x.bias
         self.x, self.o = x, o
@@ -128,11 +130,16 @@ class Call:
         self.bias_strides = broadcast_strides(bias)
         self.repeats = 1 if bias is None else self.batch // max(bias.shape[0], 1)
         self.generic = bias is not None or o.softcap > 0
+        dims = tile_dim(self.head_dim), tile_dim(self.head_dim_v)
+        # float32 at head_dim 40 with 24 of v, tiles of 64 and 32 columns, went wrong on an H100 under Triton 3.6
+        self.widened = self.equal_tiles and self.kind in ("tf32", "tf32x3") and dims[0] != dims[1] and max(dims) <= 64
+        if self.widened:
+            dims = max(dims), max(dims)
         self.meta = {
             "HEAD_DIM": self.head_dim,
             "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_D": tile_dim(self.head_dim),
-            "BLOCK_DV": tile_dim(self.head_dim_v),
+            "BLOCK_D": dims[0],
+            "BLOCK_DV": dims[1],
             "BIAS": _BIAS[bias_kind(bias)],
             "SOFTCAP": o.softcap > 0,
             "LEFT": self.left >= 0,
@@ -222,6 +229,7 @@ class Call:
         return (
             config.tma
             and not self.varlen
+            and not self.widened
             and not (keys and self.x.kv_lens is not None)
             and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= 2**28
             and all(
