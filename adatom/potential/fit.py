@@ -6,6 +6,7 @@ fit to them distils it. The split "dft" holds KCl supercells with forces from de
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -49,11 +50,12 @@ class Data(NamedTuple):
 
 
 def load(split: str, model: Potential, most: int | None = None) -> Data:
-    """The structures of one of SPLITS, or the first `most` of them, as `model` sees them; on the CPU, in float64."""
+    """Structures of one of SPLITS whose elements `model` knows, at most so many; on the CPU, in float64."""
     with as_file(files("adatom.potential") / "crystals.npz") as path, np.load(path) as stored:
         raw = {name: stored[name] for name in stored.files}
     ends = raw["counts"].cumsum()
-    some = np.flatnonzero(raw["splits"] == SPLITS.index(split))[:most]
+    unknown = np.add.reduceat(~np.isin(raw["numbers"], model.elements), ends - raw["counts"], dtype=int)
+    some = np.flatnonzero((raw["splits"] == SPLITS.index(split)) & (unknown == 0))[:most]
     spans = [slice(ends[i] - raw["counts"][i], ends[i]) for i in some]
     g = graph([(raw["numbers"][s], raw["positions"][s], raw["cells"][i]) for i, s in zip(some, spans)], *model.sees)
     return Data(
@@ -71,20 +73,56 @@ def composition(g: Graph, elements: int) -> Tensor:
     return flat.view(-1, elements).double()
 
 
-def calibrate(model: Potential, data: Data) -> None:
-    """Set the model's energy of each element by least squares, and its scale by what that leaves of the energies."""
-    counts = composition(data.graph, len(model.elements))
-    # A little ridge: elements that always come together have no energy of their own.
-    normal = counts.T @ counts + 1e-3 * torch.eye(len(model.elements), dtype=torch.float64)
-    energies = data.energies.cpu()
-    reference = torch.linalg.solve(normal, counts.T @ energies)
-    rest = (energies - counts @ reference) / counts.sum(1)
-    model.reference.copy_(reference)
-    model.scale.copy_(rest.std())
+def calibrate(model: Potential, data: Data, batch: int = 64, ridge: float = 1e-4) -> None:
+    """Fit the linear part of the model to energies and forces: energies of elements, and a potential of each pair.
+
+    What that leaves of the energies per atom sets the scale of what attention has to add. Runs in float64.
+    """
+    kinds, waves = len(model.elements), len(model.waves)
+    low, high = torch.triu_indices(kinds, kinds)
+    types = torch.zeros(kinds, kinds, dtype=torch.int64)
+    types[low, high] = types[high, low] = torch.arange(len(low))
+    size = kinds + len(low) * waves
+    double = copy.deepcopy(model).cpu().double()
+    normal, right = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+    rows, labels = [], []
+    for some in torch.arange(len(data.energies)).split(batch):
+        d = data.select(some).to("cpu", torch.float64)
+        g = d.graph
+        slot = torch.arange(g.others.shape[1])
+        atom, at = ((slot > 0) & (slot < g.counts[:, None])).nonzero().unbind(1)
+        vectors = g.vectors[atom, at]
+        r = vectors.norm(dim=-1).requires_grad_()
+        near, wave = double.radial(r)
+        basis = near[:, None] ** 3 * wave  # (pairs, waves)
+        slope = torch.stack([torch.autograd.grad(b.sum(), r, retain_graph=True)[0] for b in basis.unbind(1)], 1)
+        column = types[g.species[atom], g.others[atom, at]]
+
+        def gather(row: Tensor, count: int, values: Tensor, column: Tensor = column) -> Tensor:
+            """Sums of values (pairs, waves) by row and type of pair: (count, types * waves)."""
+            flat = torch.zeros(count * len(low), waves, dtype=torch.float64)
+            return flat.index_add_(0, row * len(low) + column, values).view(count, -1)
+
+        pull = [
+            gather(atom, len(g.species), slope.detach() * (vectors / r.detach()[:, None])[:, c : c + 1])
+            for c in range(3)
+        ]
+        forces = torch.nn.functional.pad(torch.cat(pull), (kinds, 0))
+        energy = torch.cat([composition(g, kinds), gather(g.systems[atom], len(g.sizes), basis.detach() / 2)], 1)
+        rows.append(energy / g.sizes[:, None])
+        labels.append(d.energies / g.sizes)
+        matrix, target = torch.cat([forces, rows[-1]]), torch.cat([d.forces.T.flatten(), labels[-1]])
+        normal += matrix.T @ matrix
+        right += matrix.T @ target
+    normal += ridge * normal.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    solution = torch.linalg.solve(normal, right)
+    model.reference.copy_(solution[:kinds])
+    model.pairs.copy_(solution[kinds:].view(-1, waves)[types])
+    model.scale.copy_((torch.cat(labels) - torch.cat(rows) @ solution).std())
 
 
 class Errors(NamedTuple):
-    """Mean absolute errors, and what they would be for a model that knows nothing but the composition."""
+    """Mean absolute errors, and those of a trivial model: the best energy of each element, and no forces."""
 
     energy: float  # meV/atom
     force: float  # meV/Å, each component
@@ -106,8 +144,9 @@ def errors(model: Potential, data: Data, found: Prediction | None = None, same_z
     found = found or predict(model, data)
     sizes = data.graph.sizes.to(data.energies.device)
     energy = (found.energies.double() - data.energies) / sizes
-    trivial = (composition(data.graph, len(model.elements)).to(sizes.device) @ model.reference.double()) / sizes
-    trivial = trivial - data.energies / sizes
+    counts = composition(data.graph, len(model.elements)).to(sizes.device) / sizes[:, None]
+    labels = data.energies / sizes
+    trivial = counts @ torch.linalg.lstsq(counts.cpu(), labels.cpu(), driver="gelsd").solution.to(sizes.device) - labels
     if not same_zero:
         energy, trivial = energy - energy.mean(), trivial - trivial.mean()
 

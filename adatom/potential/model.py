@@ -24,6 +24,7 @@ from adatom.potential.graph import Graph
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+GAIN = 1.4
 ELEMENTS = (3, 8, 9, 11, 12, 17, 19, 20)  # Li O F Na Mg Cl K Ca
 
 
@@ -114,6 +115,7 @@ class Potential(nn.Module):
 
     waves: Tensor
     reference: Tensor
+    pairs: Tensor
     scale: Tensor
 
     def __init__(
@@ -134,33 +136,50 @@ class Potential(nn.Module):
         features = radial + 2 * len(self.elements) + 1
         self.embed = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, scalars, degree, radial) for _ in range(layers))
-        self.readout = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1))
+        last = nn.Linear(width, 1)
+        self.readout = nn.Sequential(nn.Linear(width, width), nn.SiLU(), last)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):  # signals keep their size through the layers
+                nn.init.normal_(layer.weight, std=GAIN * layer.in_features**-0.5)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+        nn.init.zeros_(last.weight)  # starts as the pair potential
         self.register_buffer("waves", torch.arange(1, radial + 1) * torch.pi / cutoff)
-        self.register_buffer("reference", torch.zeros(len(self.elements)))  # eV of each element: fitted beforehand
-        self.register_buffer("scale", torch.ones(()))  # eV
+        # Fitted beforehand by least squares: energies of elements, and a potential of each pair of elements.
+        self.register_buffer("reference", torch.zeros(len(self.elements)))  # eV
+        self.register_buffer("pairs", torch.zeros(len(self.elements), len(self.elements), radial))  # eV
+        self.register_buffer("scale", torch.ones(()))  # eV: the size of what attention adds
 
     @property
     def sees(self) -> tuple[tuple[int, ...], float]:
         """What `graph` asks for: the elements and the cutoff."""
         return self.elements, self.cutoff
 
+    def radial(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Of distances r (...): 1 - (r / cutoff)^2, whose cube is the cutoff function; and waves (..., n)."""
+        near = (1 - (r / self.cutoff).square()).clamp_min(1e-12)
+        return near, torch.sin(r[..., None] * self.waves) * (self.cutoff / 2 / r[..., None])
+
     def forward(self, g: Graph) -> Tensor:
         """Energies (structures,) in eV; differentiable twice with respect to g.vectors."""
         slot = torch.arange(g.others.shape[1], device=g.others.device)
         pair = (slot > 0) & (slot < g.counts[:, None])  # (atoms, slots)
         r = (g.vectors.square().sum(-1) + ~pair).sqrt()  # 1 where there is no pair
-        near = torch.where(pair, 1 - (r / self.cutoff).square(), 1.0).clamp_min(1e-12)
+        near, radial = self.radial(r)
+        near = torch.where(pair, near, 1.0)
         y = harmonics(g.vectors / r[..., None], self.degree)
-        radial = torch.sin(r[..., None] * self.waves) / r[..., None]
+        soft = radial * (self.waves[0] / self.waves)  # equal slopes: else fast waves drown forces in noise
         falloff = 3 * near.log()[:, None]
         kinds = torch.arange(len(self.elements), device=slot.device)
         known = [(g.species[:, None] == kinds)[:, None].expand(-1, len(slot), -1), g.others[..., None] == kinds]
         centre = (slot == 0)[:, None].expand(len(pair), -1, 1)
-        h = self.embed(torch.cat([radial, torch.cat([*known, centre], -1).to(r.dtype)], -1))
+        h = self.embed(torch.cat([soft, torch.cat([*known, centre], -1).to(r.dtype)], -1))
         for block in self.blocks:
-            h = block(h, y, radial, falloff, g, self.attend)
+            h = block(h, y, soft, falloff, g, self.attend)
         weight = torch.where(slot < g.counts[:, None], near**3, 0.0)
         atoms = self.scale * (self.readout(h).squeeze(-1) * weight).sum(1) + self.reference[g.species]
+        half = (radial * self.pairs[g.species[:, None], g.others]).sum(-1) * torch.where(pair, weight / 2, 0.0)
+        atoms = atoms + half.sum(1)
         member = g.systems == torch.arange(len(g.volumes), device=slot.device)[:, None]
         return member.to(atoms.dtype) @ atoms  # a product, not atomic additions: deterministic
 

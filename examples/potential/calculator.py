@@ -12,7 +12,6 @@ import numpy as np
 import typer
 from ase import Atoms, units
 from ase.calculators.calculator import Calculator, all_changes
-from ase.md.velocitydistribution import MaxwellBoltzmannDistribution, Stationary
 from ase.md.verlet import VelocityVerlet
 
 from adatom.potential.graph import graph
@@ -45,8 +44,9 @@ class AttentionPotential(Calculator):
 
 def dynamics(atoms: Atoms, kelvin: float, femtoseconds: float, steps: int, seed: int = 0) -> np.ndarray:
     """Velocity Verlet without a thermostat: (steps + 1, 2) potential and kinetic energy, in eV/atom."""
-    MaxwellBoltzmannDistribution(atoms, temperature_K=2 * kelvin, rng=np.random.default_rng(seed))  # half is potential
-    Stationary(atoms)
+    random, masses = np.random.default_rng(seed), atoms.get_masses()[:, None]
+    momenta = random.normal(size=(len(atoms), 3)) * (masses * 2 * kelvin * units.kB) ** 0.5  # half turns potential
+    atoms.set_momenta(momenta - masses * momenta.sum(0) / masses.sum())
     energies = []
     run = VelocityVerlet(atoms, timestep=femtoseconds * units.fs)
     run.attach(lambda: energies.append((atoms.get_potential_energy(), atoms.get_kinetic_energy())))
