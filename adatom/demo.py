@@ -185,14 +185,14 @@ class Crystals(NamedTuple):
 def fit_crystals(device: torch.device, seconds: float, advance: Callable[[], None] = lambda: None) -> Crystals:
     """Fit adatom.potential to labelled crystals for so long: on a CPU a small model, to alkali halides only."""
     large = device.type == "cuda"
-    salts: dict[str, Any] = {"elements": (3, 9, 11, 17, 19), "width": 32, "heads": 4, "kv_heads": 4, "cutoff": 5.0}
-    plan = crystals.Plan(*((4000, 32) if large else (400, 8)), rate=3e-3, seconds=seconds, every=250 if large else 25)
+    plan, options = crystals.FULL if large else crystals.SMALL
+    plan = plan._replace(seconds=seconds)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))  # tiny products: threads that wait for each other cost the most
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = Potential(**({} if large else salts)).to(device)
+            model = Potential(**options).to(device)
         train = crystals.load("train", model).to(device)
         held = {name: crystals.load(name, model, 24).to(device) for name in crystals.SPLITS[1:]}
         crystals.calibrate(model, train)
@@ -413,7 +413,7 @@ def command(
         f"force error fell from {fitted.losses[0]:.2e} to {fitted.losses[-1]:.2e} in {len(fitted.losses)} steps"
     )
     table = Table(
-        title=f"{crystal.structures} crystals, {crystal.state.step} steps: errors of none > a pair potential > attention",
+        title=f"{crystal.structures} crystals, {crystal.state.step} steps: trivial > pair potential > attention",
         title_justify="left",
     )
     for column in CRYSTAL_HEADER:

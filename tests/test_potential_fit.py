@@ -139,8 +139,8 @@ def test_fitting_improves_is_deterministic_and_goes_on_where_it_stopped(tiny, da
 
 def test_training_script(tmp_path, monkeypatch, data):
     train = script("train")
-    monkeypatch.setitem(train.MODES, "small", (TINY, Plan(4, batch=2, every=2), 8))
-    monkeypatch.setattr(train, "load", lambda name, model, most: data[name])
+    monkeypatch.setitem(train.MODES, "small", (Plan(4, batch=2, every=2), TINY))
+    monkeypatch.setattr(train, "load", lambda name, model: data[name])
     app = train.typer.Typer()
     app.command()(train.main)
     out = tmp_path / "run"

@@ -181,12 +181,20 @@ class Plan(NamedTuple):
     """How to train: Adam, the rate falling to 0 along a cosine."""
 
     steps: int
-    batch: int = 32  # structures
-    rate: float = 4e-3
-    warmup: int = 20
+    batch: int = 8  # structures
+    rate: float = 3e-3
+    warmup: int = 10
     seconds: float = math.inf  # stop earlier: the rate then falls with time instead
     every: int = 50  # steps between validations
     seed: int = 0
+
+
+# A plan and the options of its model: all crystals on a GPU; alkali halides (Li F Na Cl K) on a CPU, under a minute.
+FULL: tuple[Plan, dict[str, Any]] = Plan(12_000, batch=64, rate=3e-3, every=500), {}
+SMALL: tuple[Plan, dict[str, Any]] = (
+    Plan(160, rate=5e-3, seconds=40, every=20),
+    {"elements": (3, 9, 11, 17, 19), "cutoff": 5.0, "width": 32, "heads": 4, "kv_heads": 4, "layers": 1},
+)
 
 
 class State(NamedTuple):

@@ -15,13 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from adatom.potential.fit import SPLITS, Data, Errors, Plan, State, calibrate, errors, fit, load, predict
+from adatom.potential.fit import FULL, SMALL, SPLITS, Data, Errors, Plan, State, calibrate, errors, fit, load, predict
 from adatom.potential.model import Potential, Prediction, plain
 
-MODES: dict[str, tuple[dict[str, Any], Plan, int | None]] = {  # options of the model, plan, training structures
-    "small": ({"width": 32, "heads": 8, "kv_heads": 2, "cutoff": 4.5}, Plan(150, batch=8, seconds=40, every=30), 400),
-    "full": ({}, Plan(12_000, batch=64, every=500), None),
-}
+MODES = {"small": SMALL, "full": FULL}
 
 
 def save(path: Path, model: Potential, options: dict[str, Any], plan: Plan, state: State) -> None:
@@ -65,7 +62,7 @@ def plot(path: Path, state: State, parity: dict[str, tuple[Data, Prediction]]) -
 
 
 def table(found: dict[str, Errors]) -> Table:
-    made = Table(title="mean absolute errors; in brackets: of a model that knows only the composition")
+    made = Table(title="mean absolute errors; in brackets: of no forces and the best energy of each element")
     for column in ("split", "energy, meV/atom", "forces, meV/Å", "their deviation", "stress, GPa"):
         made.add_column(column, justify="left" if column == "split" else "right")
     for name, e in found.items():
@@ -93,7 +90,7 @@ def main(
     console = Console()
     if mode not in MODES:
         raise typer.BadParameter(f"modes are {', '.join(MODES)}; got {mode}")
-    options, plan, most = MODES[mode]
+    plan, options = MODES[mode]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     out = out or Path("runs") / mode
     torch.manual_seed(seed)
@@ -106,10 +103,11 @@ def main(
     if reference:
         model.attend = plain
     console.print(f"{sum(p.numel() for p in model.parameters())} parameters on {where}; reading crystals")
-    data = {"train": load("train", model, most).to(where)}
-    data |= {s: load(s, model, 64 if mode == "small" else None).to(where) for s in SPLITS[1:]}
+    data = {name: load(name, model).to(where) for name in SPLITS}
+    shown = {}
     if state is None:
         calibrate(model, data["train"])
+        shown = {f"{n}, pairs only": errors(model, data[n], same_zero=n != "dft") for n in SPLITS[1:]}
     validation = data["test"].select(torch.arange(min(64, len(data["test"].energies))))
     began = time.monotonic()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -125,7 +123,7 @@ def main(
         state = fit(model, data["train"], validation, plan, advance, state)
     console.print(f"{state.step} steps in {time.monotonic() - began:.0f} s")
     found = {name: predict(model, data[name]) for name in SPLITS[1:]}
-    console.print(table({n: errors(model, data[n], p, same_zero=n != "dft") for n, p in found.items()}))
+    console.print(table(shown | {n: errors(model, data[n], p, same_zero=n != "dft") for n, p in found.items()}))
     plot(out / "report.png", state, {n: (data[n], p) for n, p in found.items()})
     console.print(f"wrote {out / 'checkpoint.pt'} and {out / 'report.png'}")
 
