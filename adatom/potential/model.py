@@ -122,7 +122,7 @@ class Potential(nn.Module):
         self,
         elements: Sequence[int] = ELEMENTS,
         cutoff: float = 5.5,
-        width: int = 64,
+        width: int = 48,
         heads: int = 16,
         kv_heads: int = 4,
         scalars: int = 5,
