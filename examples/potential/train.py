@@ -46,8 +46,8 @@ def plot(path: Path, state: State, parity: dict[str, tuple[Data, Prediction]]) -
 
     figure, axes = pyplot.subplots(1, 1 + len(parity), figsize=(3.6 * (1 + len(parity)), 3.4))
     steps, forces, energies = zip(*state.history)
-    axes[0].loglog(steps, forces, "o-", markersize=3, label="forces, meV/Å")
-    axes[0].loglog(steps, energies, "o-", markersize=3, label="energy, meV/atom")
+    axes[0].semilogy(steps, forces, "o-", markersize=3, label="forces, meV/Å")
+    axes[0].semilogy(steps, energies, "o-", markersize=3, label="energy, meV/atom")
     axes[0].set(xlabel="step", title="mean absolute error, test")
     axes[0].legend(frameon=False)
     for axis, (name, (data, found)) in zip(axes[1:], parity.items()):
