@@ -60,6 +60,7 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
+QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
 
 
 class Spec(NamedTuple):
@@ -80,8 +81,10 @@ class Report(NamedTuple):
 
     registers: per thread. spill: bytes of register spill stores; spill_allowed: what its configuration allows. shared:
     bytes of shared memory. tensor_cores: tensor-core instructions by kind. tma_loads, tma_stores: bulk tensor copies.
-    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. seconds:
-    time to compile, near 0 if Triton's cache had it. failure: None, or why this specialisation fails.
+    local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. waits:
+    for products of warpgroups. overlap: the fewest exponentials between a wait that leaves a product under way and the
+    next wait; None without such a wait. seconds: time to compile, near 0 if Triton's cache had it. failure: None, or
+    why this specialisation fails.
     """
 
     arch: str
@@ -101,6 +104,8 @@ class Report(NamedTuple):
     local_loads: int = 0
     local_stores: int = 0
     traps: int = 0
+    waits: int = 0
+    overlap: int | None = None
     seconds: float = 0.0
     failure: str | None = None
 
@@ -167,8 +172,8 @@ def _arguments(op: str, x: Inputs, o: Options) -> tuple[Any, ...]:
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
-    """The cases of COMPILE, so long that kernels use what pays only at length (tensor descriptors); then short and of
-    odd lengths. Quick: those of QUICK_CASES, only the first of them odd."""
+    """The cases of COMPILE, so long that kernels use what pays only at length (tensor descriptors), and those of
+    COMPILE_TILE; then short and of odd lengths. Quick: those of QUICK_CASES and QUICK_TILES, only the first odd."""
     chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
 
     def resized(case: Case, factor: int, more: int) -> Case:
@@ -176,7 +181,9 @@ def selection(quick: bool) -> tuple[Case, ...]:
         return case._replace(name=case.name + (" odd" if more else ""), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
-    return (*long, *(resized(case, 1, -3) for case in chosen if not quick or case.name == QUICK_CASES[0]))
+    tiles = [case for case in cases.COMPILE_TILE if not quick or case.name in QUICK_TILES]
+    odd = [case for case in chosen if not quick or case.name == QUICK_CASES[0]]
+    return (*long, *tiles, *(resized(case, 1, -3) for case in odd))
 
 
 class Collector:
@@ -247,6 +254,8 @@ def _weightless(arg: Any) -> Any:
 # -- reading machine code ---------------------------------------------------------------------------------------------
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+# what lies between a wait for all products of a warpgroup but the last one, and the wait for that
+_OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR", re.DOTALL)
 _TENSOR_CORE = re.compile(r"(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC\w*MMA)")
 
 
@@ -264,7 +273,8 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
-        counts = Counter(_INSTRUCTION.findall(_run("nvdisasm", "-c", file.name)))
+        text = _run("nvdisasm", "-c", file.name)
+    counts = Counter(_INSTRUCTION.findall(text))
 
     def count(prefix: str) -> int:
         return sum(n for name, n in counts.items() if name.startswith(prefix))
@@ -287,6 +297,8 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "local_loads": count("LDL"),
         "local_stores": count("STL"),
         "traps": count("BPT.TRAP"),
+        "waits": count("WARPGROUP.DEPBAR"),
+        "overlap": min((between.count("MUFU.EX2") for between in _OVERLAP.findall(text)), default=None),
     }
 
 
@@ -326,7 +338,21 @@ def build(spec: Spec) -> Report:
         return report._replace(failure=f"needs {report.shared} bytes of shared memory; sm_{spec.arch} has {limit}")
     if report.spill > report.spill_allowed:
         return report._replace(failure=f"spills {report.spill} bytes; its configuration allows {report.spill_allowed}")
+    if spec.kernel.is_gluon():
+        return report._replace(failure=_schedule(report))
     return report
+
+
+def _schedule(report: Report) -> str | None:
+    """What the compiler did to the schedule of a Hopper kernel: it may move waits, or wait for each product."""
+    products = report.tensor_cores.get("HGMMA", 0)
+    if not products:
+        return "does not multiply by warpgroups"
+    if 2 * report.waits > products:
+        return f"waits {report.waits} times for {products} products: they are serialised"
+    if report.op == "attention_fwd" and (report.overlap or 0) < report.meta["BLOCK_N"] // 4:
+        return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
+    return None
 
 
 _specs: list[Spec] = []  # what worker processes inherit by fork: kernels and arguments do not travel in pickles

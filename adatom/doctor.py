@@ -245,7 +245,9 @@ def typical(device: Device) -> list[dict[str, Any]]:
                 bias=("full" if case.bias else "none"),
                 bias_grad=bool(case.bias),
                 bias_shared=bool(case.bias),
+                least_length=min(case.seqlen_q, case.seqlen_k),
                 tma=device.kind == "cuda",
+                bias_tma=device.kind == "cuda",
             )
             for op in PASSES["attention"]:
                 rows = verdicts(op, posed)

@@ -41,15 +41,22 @@ class Row(NamedTuple):
 
 
 ROWS: tuple[Row, ...] = (
+    Row("attention_fwd", "one_tile", "attention.triton_tile:forward", attention.one_tile),
+    Row("attention_fwd", "hopper", "attention.hopper_fwd:forward", attention.hopper_fwd),
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
+    Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
+    Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
+    Row("attention_bwd", "hopper_any", "attention.hopper_bwd:backward", attention.hopper_bwd_any, deterministic=False),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
+    Row("attention_bwd_bwd", "one_tile", "attention.triton_tile_second:backward_backward", attention.one_tile_second),
     Row("attention_bwd_bwd", "triton", "attention.triton_bwd_bwd:backward_backward", attention.triton_second),
     Row("attention_bwd_bwd", "torch_chunked", "attention.torch_chunked:backward_backward", attention.torch_chunked),
     Row("attention_bwd_bwd", "reference", "attention.reference:backward_backward", attention.reference),
+    Row("attention_jvp", "one_tile", "attention.triton_tile_second:jvp", attention.one_tile),
     Row("attention_jvp", "triton", "attention.triton_jvp:jvp", attention.triton),
     Row("attention_jvp", "torch_chunked", "attention.torch_chunked:jvp", attention.torch_chunked),
     Row("attention_jvp", "reference", "attention.reference:jvp", attention.reference),

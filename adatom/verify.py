@@ -338,7 +338,10 @@ def passes(case: Case, row: Row, device: str | None = None) -> bool:
     """Whether a row is right on a small version of a case; what a speed must pass before it is shown. A row that is not
     fit for the case does not pass."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    results = examine_case(shrunk(case, 300 if where.type == "cuda" else 40), [row], where)
+    small = shrunk(case, 300 if where.type == "cuda" else 40)
+    results = examine_case(small, [row], where)
+    if not results and not small.varlen:  # some kernels leave small problems and odd rows of a bias to others
+        results = examine_case(small._replace(batch=32, seqlen_k=min(case.seqlen_k, 336)), [row], where)
     return bool(results) and all(result.ok for result in results)
 
 

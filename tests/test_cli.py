@@ -170,7 +170,7 @@ def test_typical_problems_have_a_kernel_and_reasons(device: Device) -> None:
     assert {row["problem"] for row in rows} == {case.name for case in doctor.TYPICAL}
     assert all(row["runs"] for row in rows)
     forward = next(row for row in rows if row["pass"] == "forward")
-    assert (forward["runs"] == "triton") is (device is HOPPER)
+    assert (forward["runs"] == "hopper") is (device is HOPPER)
     if device is PASCAL:
         assert "sm_61" in forward["faster"][0]["unfit"]
 

@@ -1,6 +1,7 @@
 """What the public functions promise: right answers over all options, clear errors for bad input, PyTorch's tools."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,8 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import adatom
-from adatom.ops.attention import op
-from adatom.ops.attention.api import inputs_of
 
 F64 = torch.float64
 
@@ -212,6 +211,17 @@ def test_random_packed_calls():
     run()
 
 
+def test_jvp():
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7))
+    bias, tangents = torch.randn(5, 7, dtype=F64), [torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7)]
+
+    def f(attention):
+        return torch.func.jvp(lambda *x: attention(*x, bias=bias, causal=True), (q, k, v), tuple(tangents))
+
+    for got, want in zip(f(adatom.attention), f(dense)):
+        torch.testing.assert_close(got, want)
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 Q = torch.zeros(2, 4, 5, 8)
@@ -331,155 +341,62 @@ def test_softcap_zero_is_none():
     torch.testing.assert_close(adatom.attention(Q, KV, KV, softcap=0.0), adatom.attention(Q, KV, KV))
 
 
-# PyTorch's tools -----------------------------------------------------------------------------------------------------
+# Rows, and empty shapes ---------------------------------------------------------------------------------------------
 
 
-def operands(kind):
-    """The arguments of the four operators, for a call with every optional tensor, with none, and for a packed one."""
-    g = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, dtype=F64, generator=g)
-
-    if kind == "packed":
-        call = dict(PACKED, q=normal(6, 4, 8), k=normal(9, 2, 8), v=normal(9, 2, 8), sinks=normal(4), causal=True)
-    else:
-        call = {"q": normal(2, 4, 5, 8), "k": normal(2, 2, 7, 8), "v": normal(2, 2, 7, 3)}
-        if kind == "all":
-            call |= {"bias": normal(1, 4, 1, 7), "sinks": normal(4), "kv_lens": torch.tensor([7, 2]), "causal": True}
-            call |= {"window": (3, None), "softcap": 2.0}
-        if kind == "heads inside":
-            call |= {n: x.transpose(1, 2).clone().transpose(1, 2) for n, x in call.items()}
-    x, o, backend = inputs_of(**call)
-    call = (*x, *o, backend)
-    with torch.no_grad():
-        out, lse = op.attention_fwd(*call)
-    like = [None if t is None else torch.randn(t.shape, dtype=F64, generator=g) for t in x[:5]]
-    dout, dlse = (torch.randn(t.shape, dtype=F64, generator=g) for t in (out, lse))
-    bias_grad = x.bias is not None
-    yield op.attention_fwd, call
-    yield op.attention_jvp, (*call, out, lse, *like)
-    yield op.attention_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, bias_grad)
-    yield op.attention_bwd_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, *like, bias_grad)
-
-
-@pytest.mark.parametrize("kind", ["none", "all", "packed", "heads inside"])
-def test_operators_pass_opcheck(kind):
-    """Schemas, fakes and their strides; not autograd's registration, which lies in Functions around the operators."""
-    for operator, args in operands(kind):
-        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        assert set(torch.library.opcheck(operator, args, test_utils=tests).values()) == {"SUCCESS"}, operator
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend):
-    """One graph, forward and backward, around an attention that needs every kind of gradient."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 8), "bias": (4, 5, 7), "sinks": (4,)}
-    leaves = [torch.randn(s, generator=generator).requires_grad_() for s in shapes.values()]
-    kv_lens = torch.tensor([7, 3])
-
-    def f(q, k, v, bias, sinks):
-        out, lse = adatom.attention(
-            q * 2, k, v, bias=bias, sinks=sinks, kv_lens=kv_lens, causal=True, softcap=3.0, return_lse=True
-        )
-        return out.sin().sum() + lse.where(lse > -1e30, 0).cos().sum()
-
-    torch.compiler.reset()
-    compiled = torch.compile(f, fullgraph=True, backend=backend)
-    expected, got = f(*leaves), compiled(*leaves)
-    torch.testing.assert_close(got, expected)
-    for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves)):
-        torch.testing.assert_close(a, b)
-
-
-def test_compile_one_tensor_for_all():
-    """Self-attention without projections, padded and packed."""
-    torch.compiler.reset()
-    x = torch.randn(2, 3, 6, 8, requires_grad=True)
-    padded = torch.compile(lambda x: adatom.attention(x, x, x, causal=True), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(padded(x), adatom.attention(x, x, x, causal=True))
-    cu, y = torch.tensor([0, 2, 6]), torch.randn(6, 3, 8, requires_grad=True)
-    packed = torch.compile(lambda y: adatom.attention_varlen(y, y, y, cu, cu), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(packed(y), adatom.attention_varlen(y, y, y, cu, cu))
-
-
-def test_compile_with_dynamic_lengths():
-    torch.compiler.reset()
-    compiled = torch.compile(
-        lambda q, k: adatom.attention(q, k, k, causal=True), fullgraph=True, backend="aot_eager", dynamic=True
-    )
-    for seqlen in (5, 9, 14):
-        q, k = torch.randn(2, 2, seqlen, 8), torch.randn(2, 2, seqlen + 3, 8)
-        torch.testing.assert_close(compiled(q, k), adatom.attention(q, k, k, causal=True))
-
-
-def test_meta_tensors_give_shapes():
-    q, k, v = (torch.empty(2, 4, n, d, device="meta", dtype=torch.bfloat16) for n, d in ((5, 8), (7, 8), (7, 16)))
-    out, lse = adatom.attention(q.requires_grad_(), k, v, return_lse=True)
-    assert out.shape == (2, 4, 5, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 5)
-    out.sum().backward()
-    assert q.grad.shape == q.shape
-
-
-def test_autocast_as_sdpa():
-    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = adatom.attention(q, k, k)
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k)
-        untouched = adatom.attention(q.double(), k.double(), k.double())
-    assert out.dtype == expected.dtype == torch.bfloat16 and untouched.dtype == F64
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # mixed inputs meet in autocast's dtype
-        assert adatom.attention(q.requires_grad_(), k.bfloat16(), k.half()).dtype == torch.bfloat16
-        adatom.attention(q, k, k).sum().backward()
-    assert q.grad.dtype == torch.float32
-
-
-def test_jvp():
-    q, k, v = (torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7))
-    bias, tangents = torch.randn(5, 7, dtype=F64), [torch.randn(2, 2, n, 8, dtype=F64) for n in (5, 7, 7)]
-
-    def f(attention):
-        return torch.func.jvp(lambda *x: attention(*x, bias=bias, causal=True), (q, k, v), tuple(tangents))
-
-    for got, want in zip(f(adatom.attention), f(dense)):
+@pytest.mark.parametrize("kind", ["shared", "own", "repeated", "none", "bool"])
+def test_rows(kind):
+    """5-D inputs are attention for each row, with a bias that rows share or own; or a 4-D bias for each few of them."""
+    torch.manual_seed(0)
+    batch, rows, heads, n = 2, 3, 2, 5
+    q, k, v = (torch.randn(batch, rows, n, heads, 4, dtype=F64).transpose(2, 3).requires_grad_() for _ in range(3))
+    lens = torch.tensor([[5, 2, 0], [1, 5, 3]])
+    shape = {"own": (batch, rows, 1, n, n), "none": (heads, n, n)}.get(kind, (batch, 1, heads, n, n))
+    bias = torch.randn(shape, dtype=F64).requires_grad_()
+    given = bias > 0 if kind == "bool" else bias
+    out, lse = adatom.attention(q, k, v, bias=given, kv_lens=lens, causal=True, return_lse=True)
+    if kind == "repeated":
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        out, lse = adatom.attention(*flat, bias=given[:, 0], kv_lens=lens.flatten(), causal=True, return_lse=True)
+        out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(0, (batch, rows))
+    each = given.expand(batch, rows, heads, n, n)
+    expected = [
+        adatom.attention(q[:, r], k[:, r], v[:, r], bias=each[:, r], kv_lens=lens[:, r], causal=True, return_lse=True)
+        for r in range(rows)
+    ]
+    assert out.shape == (batch, rows, heads, n, 4) and lse.shape == (batch, rows, heads, n)
+    torch.testing.assert_close(out, torch.stack([e[0] for e in expected], 1))
+    torch.testing.assert_close(lse, torch.stack([e[1] for e in expected], 1))
+    wanted = (q, k, v) if kind == "bool" else (q, k, v, bias)
+    firsts = []
+    for one in (out, torch.stack([e[0] for e in expected], 1)):
+        grads = torch.autograd.grad(one.square().sum(), wanted, create_graph=True)
+        firsts.append((*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), wanted)))
+    for got, want in zip(*firsts):
         torch.testing.assert_close(got, want)
 
 
-def plain(q, k, v):
-    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"k": torch.randn(2, 2, 5, 4)}, "5-D q, k and v"),
+        ({"bias": torch.randn(2, 2, 5, 5)}, "broadcasts to (2, 3, heads"),
+        ({"bias": torch.randn(1, 3, 2, 5, 5)}, "each row of each batch element"),
+        ({"bias": torch.randn(2, 1, 3, 5, 5)}, "broadcasts"),
+        ({"kv_lens": torch.tensor([1, 2])}, "kv_lens of shape (2, 3)"),
+    ],
+)
+def test_bad_rows_are_answered(change, says):
+    q = torch.randn(2, 3, 2, 5, 4)
+    with pytest.raises(ValueError, match="(?s).*" + re.escape(says)):
+        adatom.attention(**{"q": q, "k": q, "v": q, **change})
 
 
-@pytest.mark.parametrize("recording", [True, False])
-def test_vmap(recording):
-    q, k = torch.randn(3, 2, 2, 5, 8, dtype=F64), torch.randn(2, 3, 2, 7, 8, dtype=F64)
-    bias = torch.randn(3, 5, 7, dtype=F64)
-    with torch.set_grad_enabled(recording):
-        out = torch.vmap(lambda q, k, b: adatom.attention(q, k, k, bias=b), in_dims=(0, 1, 0))(q, k, bias)
-    expected = torch.stack([adatom.attention(q[i], k[:, i], k[:, i], bias=bias[i]) for i in range(3)])
-    torch.testing.assert_close(out, expected)
-
-
-def test_gradients_of_each_sample():
-    x = torch.randn(3, 1, 2, 5, 8, dtype=F64)
-
-    def f(attention):
-        return torch.vmap(torch.func.grad(lambda x: attention(x, x, x).square().sum()))(x)
-
-    got, want = f(adatom.attention), f(plain)
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
-def test_whole_jacobians(transform):
-    x = torch.randn(1, 1, 3, 4, dtype=F64)
-
-    def f(attention):
-        return transform(lambda x: attention(x, x, x).square().sum((0, 1, 3)))(x)
-
-    got, want = f(adatom.attention), f(plain)
-    torch.testing.assert_close(got, want)
+def test_a_bias_that_does_not_divide_the_batch():
+    q = torch.randn(4, 2, 5, 4)
+    with pytest.raises(ValueError, match="broadcasts"):
+        adatom.attention(q, q, q, bias=torch.randn(3, 2, 5, 5))
+    print(adatom.explain("attention", q[None], q[None], q[None], bias=torch.randn(1, 1, 2, 5, 5)))
 
 
 def test_empty_shapes_have_gradients():

@@ -45,5 +45,11 @@ def test_huggingface():
     assert example("huggingface").main().shape == (2, 20)
 
 
+def test_pair_bias():
+    assert example("pair_bias").main() < 1e-12
+
+
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"learned_bias", "forces", "packed", "huggingface"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *("learned_bias", "forces", "packed", "pair_bias", "huggingface")
+    }

@@ -26,10 +26,10 @@ MACHINES = {
 PASSES = registry.PASSES["attention"]
 
 
-def posed(machine: str = "sm_90", dtype: torch.dtype = torch.bfloat16, dim: int = 64, **options):
-    """The problem of self-attention (2, 4, 128, dim) on an invented machine."""
+def posed(machine: str = "sm_90", dtype: torch.dtype = torch.bfloat16, dim: int = 64, length: int = 256, **options):
+    """The problem of self-attention (2, 4, length, dim) on an invented machine."""
     with pretend(MACHINES[machine]):
-        q = torch.empty(2, 4, 128, dim, dtype=dtype)
+        q = torch.empty(2, 4, length, dim, dtype=dtype)
         return api.problem_of(q, q, q, **options)[0]
 
 
@@ -48,6 +48,64 @@ def test_triton_from_sm_80_up(machine, dtype):
     assert all(registry.serves("triton", backend) for backend in backends.values())
 
 
+HOPPER = posed(dim=128)._replace(batch=8, heads=16, kv_heads=16, seqlen_q=4096, seqlen_k=4096, least_length=4096)
+
+
+def test_hopper_where_it_is_faster():
+    assert choose("attention_bwd", HOPPER).backend == "hopper"
+    assert choose("attention_bwd", HOPPER._replace(seqlen_q=1024, seqlen_k=1024, least_length=512)).backend == "hopper"
+    assert choose("attention_bwd", HOPPER._replace(window=True, window_keys=2048)).backend == "hopper"
+    for other in (
+        {"seqlen_q": 512, "least_length": 512},
+        {"head_dim": 64, "head_dim_v": 64, "seqlen_k": 1024, "least_length": 512},
+        {"causal": True, "seqlen_k": 1024, "least_length": 512},
+        {"head_dim": 32, "head_dim_v": 32},
+        {"batch": 1, "kv_heads": 1},
+        {"window": True, "window_keys": 1024},
+        {"softcap": True, "causal": True},
+    ):
+        slow = HOPPER._replace(**other)
+        assert choose("attention_bwd", slow).backend == "triton"
+        assert choose("attention_bwd", slow, "hopper").backend == "hopper_any"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": MACHINES["sm_80"]}, "Hopper"),
+        ({"device": MACHINES["sm_100"]}, "Hopper"),
+        ({"dtype": torch.float32}, "float16 and bfloat16; got torch.float32"),
+        ({"head_dim": 136}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
+        ({"head_dim_v": 192}, "v's head_dim must be"),
+        ({"seqlen_k": 0}, "empty"),
+        ({"bias": "full"}, "takes no bias"),
+        ({"varlen": True}, "packed"),
+        ({"kv_lens": True}, "kv_lens"),
+        ({"tma": False}, "multiples of 16 bytes"),
+        ({"deterministic": True}, "not deterministic"),
+    ],
+)
+def test_what_hopper_does_not_take(change, words):
+    assert choose("attention_bwd", HOPPER._replace(**change)).backend == "triton"
+    with pytest.raises(NotImplementedError, match=words):
+        choose("attention_bwd", HOPPER._replace(**change), "hopper")
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, 0),
+        ({"causal": True}, 0),
+        ({"window": (10, 5)}, 16),
+        ({"window": (20, None), "causal": True}, 32),
+        ({"window": (None, 5)}, 128),
+        ({"window": (500, 500)}, 128),
+    ],
+)
+def test_keys_of_a_window(options, keys):
+    assert posed(**options).window_keys == keys
+
+
 @pytest.mark.parametrize(
     "problem",
     [
@@ -62,6 +120,70 @@ def test_triton_from_sm_80_up(machine, dtype):
 )
 def test_torch_where_triton_cannot(problem):
     assert chosen(problem) == every("torch_chunked")
+
+
+def attended(machine: str = "sm_90", dtype: torch.dtype = torch.bfloat16, dims=(64, 64), lengths=(512, 512), **options):
+    """The problem of attention with 8 x 8 heads on an invented machine: large enough for every kernel."""
+    with pretend(MACHINES[machine]):
+        q, k, v = (torch.empty(8, 8, n, d, dtype=dtype) for n, d in zip((*lengths, lengths[1]), (dims[0], *dims)))
+        return api.problem_of(q, k, v, **options)[0]
+
+
+def biased(*shape: int, dtype: torch.dtype = torch.bfloat16):
+    return {"bias": torch.empty(shape, dtype=dtype)}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        attended(),
+        attended(dtype=torch.float16, dims=(40, 40)),
+        attended(dims=(192, 128), lengths=(500, 300), causal=True, window=(100, None)),
+        attended(dims=(256, 256), softcap=20.0, sinks=torch.empty(8)),
+        attended(kv_lens=torch.full((8,), 300)),
+        attended(**biased(1, 8, 512, 512)),
+        attended(lengths=(512, 500), **biased(8, 1, 1, 500)),
+        attended(dims=(128, 128), **biased(8, 1, 512, 512, dtype=torch.bool)),
+        attended(**biased(8, 8, 512, 512, dtype=torch.float32)),
+        attended(bias=torch.empty(1, 8, 512, 512, dtype=torch.bfloat16).expand(8, 8, 512, 512)),
+    ],
+)
+def test_hopper_takes_the_forward(problem):
+    assert chosen(problem) == every("triton") | {"fwd": "hopper"}
+    assert choose("attention_fwd", problem._replace(deterministic=True)).backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    "problem, why",
+    [
+        (attended("sm_80"), "needs a Hopper GPU"),
+        (attended("sm_100"), "needs a Hopper GPU"),
+        (attended(dtype=torch.float32), "takes float16 and bfloat16"),
+        (attended(dims=(64, 264)), "v's head_dim must be a multiple of 8 from 8 to 256"),
+        (attended(dims=(32, 16)), "head_dim of 32 or less"),
+        (attended(softcap=20.0), "with softcap"),
+        (attended(lengths=(64, 512)), "64 queries or fewer"),
+        (posed(), "so few queries"),
+        (attended(lengths=(0, 512)), "empty tensors"),
+        (attended(lengths=(512, 500), **biased(1, 8, 512, 500)), "needs a bias with contiguous keys"),
+        (attended(dims=(128, 128), **biased(8, 8, 512, 512, dtype=torch.float32)), "float32 bias"),
+        (attended(bias=torch.empty(8, 8, 1, 512).expand(8, 8, 512, 512)), "needs a bias with contiguous keys"),
+        (attended()._replace(tma=False), "addresses and strides of q, k and v"),
+        (attended()._replace(varlen=True), "packed sequences"),
+    ],
+)
+def test_hopper_says_what_it_leaves_to_triton(problem, why):
+    with pytest.raises(NotImplementedError, match=why):
+        choose("attention_fwd", problem, "hopper")
+
+
+def test_strides_that_tma_cannot_take():
+    with pretend(MACHINES["sm_90"]):
+        far = torch.empty(8, 8, 512, 72, dtype=torch.bfloat16)[..., :64]  # rows 144 bytes apart
+        odd = torch.empty(8, 8, 512, 68, dtype=torch.bfloat16)[..., :64]  # 136 bytes
+        same = torch.empty(8, 8, 1, 64, dtype=torch.bfloat16).expand(8, 8, 512, 64)
+        alone = torch.empty(512 * 64, dtype=torch.bfloat16).as_strided((1, 1, 512, 64), (1, 3, 64, 1))
+        assert [api.problem_of(x, x, x)[0].tma for x in (far, odd, same, alone)] == [True, False, False, True]
 
 
 def test_the_second_derivative_of_float32_needs_shared_memory():
@@ -98,7 +220,9 @@ def test_explicit_backend_never_falls_back():
 
 
 def test_unknown_backend_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no backend 'cudnn' for attention_fwd; there are: triton, torch_chunked, ref"):
+    with pytest.raises(
+        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, hopper, triton, torch_ch"
+    ):
         choose("attention_fwd", posed(), "cudnn")
 
 
@@ -128,7 +252,7 @@ def test_deterministic_is_torchs_flag():
 def test_reasons_are_words_and_the_first_fit_row_is_chosen():
     for machine in MACHINES:
         for options in ({}, {"causal": True}, {"softcap": 3.0}, {"kv_lens": torch.tensor([3, 9])}):
-            q = torch.empty(2, 4, 128, 64)
+            q = torch.empty(2, 4, 256, 64)
             with pretend(MACHINES[machine]):
                 verdicts = adatom.explain("attention", q, q, q, **options)
             assert [(v.op, v.backend) for v in verdicts] == [(r.op, r.backend) for op in PASSES for r in rows(op)]
@@ -145,7 +269,8 @@ def test_explain_prints_every_row_and_computes_nothing():
     with pretend(MACHINES["sm_90"]):
         text = str(adatom.explain("attention", q, q, q, causal=True, backend="torch_chunked"))
     assert text.count("-> torch_chunked  runs") == len(PASSES)
-    assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - text.count("float32 acc")
+    refusals = text.count("takes float16 and bfloat16") + text.count("at most 128 queries and 64 keys")
+    assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - refusals
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)
 

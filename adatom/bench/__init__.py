@@ -22,7 +22,7 @@ from adatom.bench import run
 from adatom.bench import tune as tuning
 from adatom.bench.report import heading, host_sheet, plot, sheets, tables
 from adatom.bench.rivals import Rival, installed, select
-from adatom.bench.timing import Clock, interleave, peak_bytes
+from adatom.bench.timing import Clock, interleave, peak_bytes, slowed
 from adatom.device import facts
 from adatom.ops.attention.cases import Case
 from adatom.registry import PASSES, rows
@@ -154,6 +154,9 @@ def _bench(
                     faulthandler.cancel_dump_traceback_later()
                 save(record)
                 progress.advance(task)
+            if why := slowed(clock, record["ceilings"]):
+                record["slowed"] = {**record.get("slowed", {}), group: why}
+                console.print(f"[yellow]{group}: {why}: this GPU is throttled, and its times mean nothing[/]")
             for sheet in sheets(record, group) if any(e["group"] == group for e in record["entries"]) else []:
                 console.print(sheet.rich(), soft_wrap=False)
     console.print(host_sheet(record).rich())

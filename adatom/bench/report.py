@@ -11,7 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-WHOLE_STEP = ("bias", "second")  # groups where the whole step counts: time and memory of all passes together
+from adatom.bench.rivals import THREE_ORDERS
+
+WHOLE_STEP = (
+    "bias",
+    "triangle",
+    *THREE_ORDERS,
+)  # groups where the whole step counts: time and memory of all passes together
 Record = dict[str, Any]
 
 
@@ -183,6 +189,7 @@ def heading(record: Record) -> str:
     )
     made = f"{record['device']}; {versions}; {record['date']}, commit {record['commit'] or 'unknown'}."
     lines = [made, f"Ceilings in the same run: {ceilings}."]
+    lines += [f"Throttled, so without meaning: {group} ({why})." for group, why in record.get("slowed", {}).items()]
     for commit in _unique(e["commit"] for e in record["entries"] if "commit" in e):
         names = []
         for group in _unique(e["group"] for e in record["entries"]):

@@ -24,6 +24,9 @@ Call = Callable[..., Tensor]
 Bind = Callable[[Case, dict[str, Any]], Call]
 
 
+THREE_ORDERS = ("second", "neighbours")  # groups in which forward, backward and double backward are timed
+
+
 class Unfit(Exception):
     """A rival does not do this case; the message says why."""
 
@@ -265,17 +268,18 @@ def _cuequivariance(case: Case, given: dict[str, Any]) -> Call:
 
 
 def _everywhere(case: Case, group: str) -> bool:
-    return True
+    return group != "jvp"
 
 
 def _quadratic(case: Case, group: str) -> bool:
-    """Where a quadratic implementation is what one would otherwise use: second derivatives and learned biases."""
-    return group in ("second", "bias")
+    """Where a quadratic implementation is what one would otherwise use: second derivatives, forward mode, learned
+    biases."""
+    return group in (*THREE_ORDERS, "jvp", "bias")
 
 
 def _beyond_flash(case: Case, group: str) -> bool:
     """Where FlashAttention cannot go; elsewhere the seconds that compilation takes buy nothing."""
-    return bool(case.bias or case.softcap or case.window or case.kv_lens) and group != "second"
+    return bool(case.bias or case.softcap or case.window or case.kv_lens) and group not in (*THREE_ORDERS, "jvp")
 
 
 RIVALS: tuple[Rival, ...] = (

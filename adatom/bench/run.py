@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from adatom import device as machine
 from adatom import evidence, registry, verify
-from adatom.bench.rivals import RIVALS, Bind, Rival, Unfit, installed
+from adatom.bench.rivals import RIVALS, THREE_ORDERS, Bind, Rival, Unfit, installed
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.device import facts
 from adatom.ops.attention import cases
@@ -27,13 +28,21 @@ from adatom.registry import Row
 
 Tensor = torch.Tensor
 Call = Callable[..., Tensor]
-OPS = {"forward": "attention_fwd", "backward": "attention_bwd", "double backward": "attention_bwd_bwd"}
+OPS = {
+    "forward": "attention_fwd",
+    "backward": "attention_bwd",
+    "double backward": "attention_bwd_bwd",
+    "forward mode": "attention_jvp",
+}
 
 
 def passes(group: str, case: Case) -> tuple[str, ...]:
-    """What is timed: all three orders in group "second", the forward alone for a single query, else both passes."""
-    if group == "second":
+    """What is timed: all three orders in THREE_ORDERS, forwards without and with tangents in group "jvp", the forward
+    alone for a single query, else both passes."""
+    if group in THREE_ORDERS:
         return ("forward", "backward", "double backward")
+    if group == "jvp":
+        return ("forward", "forward mode")
     return ("forward",) if case.seqlen_q == 1 else ("forward", "backward")
 
 
@@ -81,16 +90,19 @@ class Problem:
             self._cotangents = [torch.randn_like(x) for x in self.wanted]
         return self._cotangents
 
-    def results(self, call: Call, orders: int) -> dict[str, Tensor]:
-        """What a contender computes: out; from order 2 on, its gradients; in order 3, theirs."""
-        with torch.set_grad_enabled(orders > 1):
+    def results(self, call: Call, order: tuple[str, ...]) -> dict[str, Tensor]:
+        """What a contender computes in these passes: out, its gradients, theirs, its tangent."""
+        first, second = "backward" in order, "double backward" in order
+        with torch.set_grad_enabled(first):
             out = call(*self.leaves)
         found = {"out": out.detach()}
-        if orders > 1:
-            dout = self.dout.detach().requires_grad_(orders > 2)
-            grads = torch.autograd.grad(out, self.wanted, dout, create_graph=orders > 2)
+        if "forward mode" in order:
+            found["tangent of out"] = self.tangent(call)
+        if first:
+            dout = self.dout.detach().requires_grad_(second)
+            grads = torch.autograd.grad(out, self.wanted, dout, create_graph=second)
             found |= {f"d{name}": g.detach() for name, g in zip("qkvb", grads)}
-        if orders > 2:
+        if second:
             seconds = torch.autograd.grad(grads, [*self.wanted, dout], self.cotangents)
             found |= {f"d{name} of the gradients": g for name, g in zip([*"qkvb"[: len(self.wanted)], "out"], seconds)}
         return found
@@ -120,6 +132,22 @@ class Problem:
             yield "forward"
             torch.autograd.grad(out, self.wanted, self.dout)
             yield "backward"
+
+        return job
+
+    def tangent(self, call: Call) -> Tensor:
+        """The tangent of out, along random tangents of the inputs."""
+        with torch.no_grad(), forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x.detach(), t) for x, t in zip(self.wanted, self.cotangents)]
+            tangent: Tensor = forward_ad.unpack_dual(call(*duals)).tangent
+        return tangent
+
+    def forward_mode(self, call: Call) -> Job:
+        """A forward that carries tangents of all inputs."""
+
+        def job() -> Iterator[str]:
+            self.tangent(call)
+            yield "forward mode"
 
         return job
 
@@ -198,13 +226,13 @@ def compare(
     memory: dict[str, dict[str, int | None]] = {name: {} for name in calls}
     with tf32(case.precision == "tf32"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for kind in ("second",) if group == "second" else order:
+        for kind in ("second",) if group in THREE_ORDERS else order:
             jobs: dict[str, Job] = {}
             for name, call in calls.items():
                 with warnings.catch_warnings(record=True) as heard:
                     warnings.simplefilter("always")
                     try:
-                        jobs[name] = getattr(problem, kind)(call)
+                        jobs[name] = getattr(problem, kind.replace(" ", "_"))(call)
                     except Exception as error:
                         failures.setdefault(name, {})[kind] = reason(error, [str(h.message) for h in heard])
             for name, result in interleave(jobs, clock, milliseconds, warmup=2 if clock.cuda else 1).items():
@@ -230,7 +258,7 @@ def compare(
             entry = {**about, "pass": kind, **({"row": rows[kind].backend} if name == "adatom" else {})}
             entry |= {"ms": timing.ms, "spread": [timing.low, timing.high], "repeats": timing.repeats}
             entry |= speed(case, kind, timing.ms, peaks)
-            entries.append({**entry, "peak_bytes": memory[name].get("second" if group == "second" else kind)})
+            entries.append({**entry, "peak_bytes": memory[name].get("second" if group in THREE_ORDERS else kind)})
     return entries
 
 
@@ -384,10 +412,10 @@ def unproven(problem: Problem, group: str, backend: str | None = None) -> str | 
                 return f"the {name} of {row.backend} fails `adatom verify`"
         if any(evidence.on_gpu(row.target) for row in rows.values()):
             try:
-                truth = problem.results(ours(case, given, "torch_chunked"), len(order))
+                truth = problem.results(ours(case, given, "torch_chunked"), order)
             except torch.cuda.OutOfMemoryError:  # it needs more memory than the kernels do
                 return None
-            for name, value in problem.results(ours(case, given, backend), len(order)).items():
+            for name, value in problem.results(ours(case, given, backend), order).items():
                 apart = _distance(value, truth[name])
                 if not apart <= _tolerance(case):
                     return f"{name} differs from the PyTorch path's by {apart:.1e} at full size"

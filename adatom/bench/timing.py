@@ -171,26 +171,38 @@ def host_microseconds(call: Callable[[], Any], device: torch.device, calls: int 
     return quantile(times, 0.5)
 
 
+_PRODUCTS = (("bf16 matmul", torch.bfloat16), ("TF32 matmul", torch.float32), ("fp32 matmul", torch.float32))
+_STEADY = 0.8
+
+
+def _product(clock: Clock, dtype: torch.dtype, by_tf32: bool = False) -> float:
+    """TFLOP/s of a large matrix product."""
+    n = 8192 if clock.cuda else 1024
+    a, b = (torch.randn(n, n, device=clock.device, dtype=dtype) for _ in range(2))
+
+    def job() -> Iterator[str]:
+        a @ b
+        yield "matmul"
+
+    with tf32(by_tf32):
+        timed = interleave({"": job}, clock, milliseconds=100)[""]
+    return 2 * n**3 / 1e9 / _ms(timed)
+
+
+def slowed(clock: Clock, ceilings: dict[str, float]) -> str:
+    """How far a GPU has fallen below its ceilings, in words; "" if it has not. Heat or a shared power budget does that,
+    and no time taken then says anything about a kernel."""
+    name, dtype = _PRODUCTS[0]
+    if not clock.cuda or name not in ceilings:
+        return ""
+    now = _product(clock, dtype)
+    return "" if now >= _STEADY * ceilings[name] else f"{name} fell from {ceilings[name]:.0f} to {now:.0f} TFLOP/s"
+
+
 def ceilings(clock: Clock) -> dict[str, float]:
     """What this device reaches at best: matrix products in TFLOP/s and a copy in GB/s (bytes read plus written)."""
     device = clock.device
-    best: dict[str, float] = {}
-
-    def product(n: int, dtype: torch.dtype) -> Job:
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-
-        def job() -> Iterator[str]:
-            a @ b
-            yield "matmul"
-
-        return job
-
-    n = 8192 if clock.cuda else 1024
-    kinds = (("bf16 matmul", torch.bfloat16), ("TF32 matmul", torch.float32), ("fp32 matmul", torch.float32))
-    for name, dtype in kinds if clock.cuda else kinds[2:]:
-        with tf32(name == "TF32 matmul"):
-            timed = interleave({name: product(n, dtype)}, clock, milliseconds=100)[name]
-        best[name] = 2 * n**3 / 1e9 / _ms(timed)
+    best = {name: _product(clock, dtype, name == "TF32 matmul") for name, dtype in _PRODUCTS[0 if clock.cuda else 2 :]}
     count = (1 << 30) if clock.cuda else (1 << 26)
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)

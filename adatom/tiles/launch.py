@@ -58,13 +58,13 @@ class Launch:
 
     def __init__(
         self, kernel: Any, programs: int, scalars: tuple[Any, ...], meta: dict[str, Any], spill: int = 0,
-        blocks: dict[str, int] | None = None, parts: int = 1,
+        blocks: dict[str, Any] | None = None, parts: int = 1,
     ) -> None:  # fmt: skip
         self.kernel, self.programs, self.scalars, self.meta, self.spill = kernel, programs, scalars, meta, spill
         self.parts = parts
-        self.blocks = {kernel.arg_names.index(name): rows for name, rows in (blocks or {}).items()}
+        self.blocks = {kernel.arg_names.index(name): block for name, block in (blocks or {}).items()}
         self._direct: Any = None
-        self._like: dict[int, dict[str, Any]] = {}  # the fields of a descriptor for each of the blocks
+        self._like: dict[int, tuple[type, dict[str, Any]]] = {}  # what the descriptors of the blocks hold
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """None stands for a tensor that the kernel does not look at."""
@@ -80,18 +80,24 @@ class Launch:
             constexprs = [self.meta[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
             self._direct = direct(compiled, self.programs, q.get_device(), (*self.scalars, *constexprs))
 
-    def _descriptor(self, i: int, x: Any) -> Any:
-        """A tensor descriptor of argument i. Shapes are those of the first call, so its fields need no other check."""
+    def _descriptor(self, i: int, x: torch.Tensor) -> Any:
+        """A descriptor of argument i. Shapes are those of the first call, so all its fields but one are too."""
+        if i not in self._like:
+            made = self.describe(x, self.blocks[i])
+            self._like[i] = type(made), {**vars(made), "base": None}
+            return made
+        kind, fields = self._like[i]
+        descriptor: Any = object.__new__(kind)  # without its checks
+        vars(descriptor).update(fields, base=x)
+        return descriptor
+
+    @staticmethod
+    def describe(x: torch.Tensor, block: Any) -> Any:
+        """The tensor descriptor of x (batch, heads, length[, dim]) for what `blocks` says of it."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        if i not in self._like:
-            box = [1, 1, self.blocks[i], *(tile_dim(n) for n in x.shape[3:])]
-            descriptor = TensorDescriptor(x, list(x.shape), list(x.stride()), box)
-            self._like[i] = {**vars(descriptor), "base": None}
-            return descriptor
-        descriptor = object.__new__(TensorDescriptor)
-        vars(descriptor).update(self._like[i], base=x)
-        return descriptor
+        box = [1, 1, block, *(tile_dim(n) for n in x.shape[3:])]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), box)
 
 
 def tile_dim(n: int) -> int:

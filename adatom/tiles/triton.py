@@ -363,12 +363,13 @@ def locate(pid, Cu, CuQ, CuK, Lens, heads, n_heads, group, length, len_q, len_k,
 
 
 @triton.jit
-def sharer(r, piece, heads, bias_heads, SHARED_HEADS: tl.constexpr):
-    """(batch, head) number r of those that share slice `piece` of a bias. SHARED_HEADS: all heads share one."""
+def sharer(r, piece, heads, repeats, bias_heads, SHARED_HEADS: tl.constexpr):
+    """(batch, head) number r of those that share slice `piece` of a bias: `repeats` consecutive batch elements.
+    SHARED_HEADS: all heads share one."""
     if SHARED_HEADS:
-        return r // heads + piece, r % heads
+        return piece * repeats + r // heads, r % heads
     else:
-        return r + piece // bias_heads, piece % bias_heads
+        return piece // bias_heads * repeats + r, piece % bias_heads
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from adatom.check import require
 from adatom.ops.attention.op import (
     Attention,
-    CompiledAttention,
     apply_planned,
+    attention_compiled,
     attention_fwd,
     on_device,
     ready,
@@ -46,11 +46,15 @@ def attention(
 
     Args:
         q: queries (batch, heads, seqlen_q, head_dim); float16, bfloat16, float32 or float64 (float64 runs in PyTorch).
+            Or 5-D, (batch, rows, heads, seqlen_q, head_dim), as in triangle attention: each row attends by itself;
+            then k, v, bias, kv_lens (batch, rows) and the results have the dimension too.
         k: keys (batch, kv_heads, seqlen_k, head_dim); kv_heads divides heads (grouped-query attention).
         v: values (batch, kv_heads, seqlen_k, head_dim_v). Any strides; if the last dimension is not contiguous, that
             tensor is copied.
         bias: added to the scores after scale and softcap; broadcasts to (batch, heads, seqlen_q, seqlen_k), any float
-            dtype (float64 inputs take float64), may require grad; -inf masks. Or bool: True attends.
+            dtype (float64 inputs take float64), may require grad; -inf masks. Or bool: True attends. Its batch may
+            also divide that of q: each slice serves that many consecutive elements (repeat_interleave, without the
+            copy). For 5-D q, (batch, 1, heads, seqlen_q, seqlen_k) is shared by all rows.
         causal: query i sees keys up to i + len_k - seqlen_q (aligned bottom-right, as flash-attn).
         window: (left, right): query i sees keys from i + len_k - seqlen_q - left to i + len_k - seqlen_q + right;
             None (or -1) is unbounded.
@@ -60,7 +64,8 @@ def attention(
             causal and window align to it. Must lie in [0, seqlen_k]: checked on the CPU; on a GPU, clamped.
         scale: default 1 / sqrt(head_dim).
         precision: arithmetic of float32 matrix products on tensor cores: "tf32x3" (default: as accurate as float32),
-            "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes and CPUs.
+            "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes and CPUs. The first
+            two are accurate relative to the largest element of a tile (some 64 rows of q, k or v).
         return_lse: also return lse, the natural log of the softmax denominator, float32 (batch, heads, seqlen_q),
             differentiable.
         backend: one backend by name (see `adatom.explain`), with no fallback; or "deterministic": the fastest whose
@@ -78,12 +83,19 @@ def attention(
     Source: Vaswani et al., arXiv:1706.03762; tiling after Dao, arXiv:2307.08691; second derivative:
     docs/double_backward.md.
     """
+    rows = q.shape[:2] if isinstance(q, torch.Tensor) and q.dim() == 5 else None
+    if rows is not None:
+        q, k, v, bias, kv_lens = _without_rows(q, k, v, bias, kv_lens)
     plan = _planned((q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision), backend, return_lse)
     if plan is not None:
-        return plan.call(q, k, v, bias, sinks, kv_lens)
-    x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
-    out, lse = _call(x, o, backend)
-    return (out, lse) if return_lse else out
+        results = plan.call(q, k, v, bias, sinks, kv_lens)
+    else:
+        x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
+        out, lse = _call(x, o, backend)
+        results = (out, lse) if return_lse else out
+    if rows is None:
+        return results
+    return tuple(r.unflatten(0, rows) for r in results) if return_lse else results.unflatten(0, rows)
 
 
 def attention_varlen(
@@ -139,6 +151,9 @@ def inputs_of(*args: Any, **kwargs: Any) -> tuple[Inputs, Options, str | None]:
     given.pop("return_lse")
     if varlen:
         given.pop("bias")
+    elif isinstance(given["q"], torch.Tensor) and given["q"].dim() == 5:
+        names = ("q", "k", "v", "bias", "kv_lens")
+        given.update(zip(names, _without_rows(*(given[name] for name in names))))
     x, o = (_checked_varlen if varlen else _checked)(**given)
     return x, o, backend
 
@@ -151,7 +166,13 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 def _call(x: Inputs, o: Options, backend: str | None) -> Any:
     if torch.compiler.is_compiling():
-        return CompiledAttention.apply(*_distinct(x), *o, backend)
+        require(
+            not torch._C._are_functorch_transforms_active(),
+            "no torch.func transform inside a compiled region: compile what is transformed less its transform, or take "
+            "torch.autograd.grad in the region, with torch._dynamo.config.trace_autograd_ops = True",
+            NotImplementedError,
+        )
+        return attention_compiled(*x, *o, backend)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
         return Attention.apply(*x, *o, backend)
     return attention_fwd(*x, *o, backend)
@@ -214,16 +235,6 @@ def _planned(args: tuple[Any, ...], backend: str | None, return_lse: bool) -> _P
     return plan
 
 
-def _distinct(x: Inputs) -> Inputs:
-    """`x` with a view where a tensor is given twice (self-attention): torch.compile traces no Function of those."""
-    k = x.k.view_as(x.k) if x.k is x.q else x.k
-    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
-    cu = x.cu_seqlens_k
-    if cu is not None and cu is x.cu_seqlens_q:
-        cu = cu.view_as(cu)
-    return x._replace(k=k, v=v, cu_seqlens_k=cu)
-
-
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v as autocast gives them to scaled_dot_product_attention: floats but float64 take its dtype."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
@@ -233,6 +244,31 @@ def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+
+def _without_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, kv_lens: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """5-D arguments as 4-D ones, whose batch is (batch, rows): views where strides allow."""
+    batch, rows = q.shape[:2]
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        require(False, "tensors q, k and v", TypeError, q=q, k=k, v=v)
+    if k.dim() != 5 or v.dim() != 5 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        require(False, "5-D q, k and v (batch, rows, heads, length, head_dim) of one batch and rows", q=q, k=k, v=v)
+    if isinstance(bias, torch.Tensor) and bias.dim() > 3:
+        if bias.dim() != 5 or bias.shape[0] not in (1, batch) or bias.shape[1] not in (1, rows):
+            require(False, f"bias that broadcasts to ({batch}, {rows}, heads, seqlen_q, seqlen_k), 5-D", q=q, bias=bias)
+        if bias.shape[1] == 1:
+            bias = bias[:, 0]
+        else:
+            if bias.shape[0] < batch:
+                require(False, "a bias for each row of each batch element, or one for all rows", q=q, bias=bias)
+            bias = bias.flatten(0, 1)
+    if isinstance(kv_lens, torch.Tensor):
+        if kv_lens.shape != (batch, rows):
+            require(False, f"kv_lens of shape ({batch}, {rows})", q=q, kv_lens=kv_lens)
+        kv_lens = kv_lens.flatten()
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias, kv_lens
 
 
 def _checked(
@@ -348,7 +384,9 @@ def _checked_bias(
         require(False, "a float64 bias with float64 inputs, and only with them", TypeError, q=q, bias=bias)
     if bias.device != q.device:
         require(False, "bias on q's device", q=q, bias=bias)
-    if bias.dim() > 4 or any(b not in (1, s) for b, s in zip(reversed(bias.shape), reversed(scores))):
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    divides = shape[0] in (1, scores[0]) or shape[0] and scores[0] and scores[0] % shape[0] == 0
+    if not divides or len(shape) > 4 or any(b not in (1, s) for b, s in zip(shape[1:], scores[1:])):
         require(False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias)
     return bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
 

@@ -3,7 +3,7 @@
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
 GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over
 2**31 elements.
-COMPILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
+COMPILE, COMPILE_TILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Case(NamedTuple):
     """One call of attention, without its tensors.
 
     bias: "" for none, else four letters, one for each dimension of the scores, "1" where it broadcasts: "bhqk", "1hqk",
-        "b11k", ...; then "-inf" (30 % of the entries and one whole row masked), "-bool" (True attends) or "-far" (the
-        first third of the keys and 30 % of the entries masked by -1e9, or what float16 has).
+        "b11k", ..., or "2" first for two slices, each for half of the batch; then "-inf" (30 % of the entries and one
+        whole row masked), "-bool" (True attends) or "-far" (the first third of the keys and 30 % of the entries masked
+        by -1e9, or what float16 has).
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
     layout: memory order of q, k and v, "bhsd" or "bshd". magnitude: standard deviation of q, thus of the scores.
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
         """Shape of the bias: the scores' (batch, heads, seqlen_q, seqlen_k), or 1, dimension by dimension."""
-        sizes = {"b": self.batch, "h": self.heads, "q": self.seqlen_q, "k": self.seqlen_k, "1": 1}
+        sizes = {"b": self.batch, "h": self.heads, "q": self.seqlen_q, "k": self.seqlen_k, "1": 1, "2": 2}
         return tuple(sizes[letter] for letter in self.bias[:4]) if self.bias else None
 
     @property
@@ -243,6 +244,10 @@ SMALL: tuple[Case, ...] = (
     Case("bias 11qk, no gradient", 2, 2, 1, 18, 20, 16, 16, F32, bias="11qk", bias_grad=False),
     Case("bias b11k", 2, 2, 2, 17, 14, 16, 16, F32, bias="b11k"),
     Case("bias bh1k bf16, f32 bias", 2, 2, 1, 18, 16, 16, 16, BF16, bias="bh1k", bias_dtype=F32),
+    Case("bias 2hqk", 4, 2, 1, 13, 17, 16, 16, F32, bias="2hqk", causal=True),
+    Case("bias 21qk bf16", 6, 2, 2, 9, 20, 16, 16, BF16, bias="21qk"),
+    Case("bias 2h1k", 4, 2, 2, 7, 12, 16, 16, F32, bias="2h1k"),
+    Case("bias 21q1", 6, 2, 2, 7, 12, 16, 16, F32, bias="21q1", sinks=True),
     Case("bias 1h1k", 2, 2, 2, 13, 19, 16, 16, F32, bias="1h1k", sinks=True),
     Case("bias bhq1", 2, 2, 1, 18, 15, 16, 16, F32, bias="bhq1", sinks=True),
     Case("bias 1h11", 2, 2, 2, 17, 20, 16, 16, F32, bias="1h11", sinks=True),
@@ -288,6 +293,41 @@ def _kind(dtype: torch.dtype, precision: str | None) -> str:
     return precision or {F16: "f16", BF16: "bf16"}[dtype]
 
 
+_FILLED: tuple[tuple[str, int, tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
+    ("window", 4, (777, 777), 64, BF16, {"window": (100, None), "causal": True}),
+    ("window both", 2, (777, 600), 128, F16, {"window": (65, 31)}),
+    ("window misses tiles", 2, (600, 900), 128, BF16, {"window": (3, 2)}),
+    ("softcap", 4, (333, 421), 256, BF16, {"softcap": 3.0, "magnitude": 4.0}),
+    ("sinks", 2, (333, 421), 64, BF16, {"sinks": True, "causal": True, "window": (128, None)}),
+    ("negative scale", 4, (333, 421), 64, BF16, {"scale": -0.2}),
+    ("large scores", 4, (333, 421), 64, F16, {"magnitude": 12.0, "causal": True}),
+    ("rows with nothing", 2, (421, 133), 64, BF16, {"causal": True}),
+    ("one key", 2, (333, 1), 64, F16, {}),
+    ("bshd", 2, (333, 333), 64, F16, {"layout": "bshd", "causal": True}),
+    ("three consumers", 2, (1100, 1300), 64, BF16, {"sinks": True}),
+    ("three consumers, kv_lens", 2, (1100, 1300), 64, BF16, {"kv_lens": True}),
+    ("kv_lens", 2, (333, 421), 128, BF16, {"kv_lens": True, "causal": True}),
+    ("kv_lens 256", 2, (333, 421), 256, F16, {"kv_lens": True, "window": (150, 20)}),
+    *(
+        (f"bias {bias} {d}", 2, (333, 432), d, dtype, {"bias": bias, "bias_dtype": bias_dtype, **more})
+        for bias, d, dtype, bias_dtype, more in (
+            ("bhqk", 64, BF16, None, {}),
+            ("1hqk", 128, BF16, None, {"causal": True}),
+            ("b1qk", 40, F16, None, {"sinks": True}),
+            ("11qk", 64, BF16, F32, {"causal": True}),
+            ("bhqk-inf", 128, F16, BF16, {"layout": "bshd"}),
+            ("1hqk-far", 64, BF16, None, {"window": (100, 60)}),
+            ("b1qk-bool", 128, BF16, None, {}),
+            ("11qk-bool", 96, F16, None, {"causal": True}),
+            ("bh1k", 64, BF16, None, {"causal": True}),
+            ("b11k-bool", 128, BF16, None, {}),
+            ("bhq1", 64, F16, F32, {"sinks": True}),
+            ("b1qk", 128, BF16, None, {"kv_lens": True, "causal": True}),
+            ("bhqk", 256, BF16, None, {}),
+        )
+    ),
+)
+
 GPU: tuple[Case, ...] = (
     *(
         Case(f"{_kind(*kind)} {d}x{dv}", 2, 2, 2, 333, 421, d, dv, *kind, causal=i % 2 == 1)
@@ -331,6 +371,8 @@ GPU: tuple[Case, ...] = (
         for bias in ("bhqk", "1hqk", "b11k", "bhq1", "1hqk-inf", "b1qk-bool")
     ),
     Case("bias 1hqk many", 64, 4, 4, 128, 136, 32, 32, BF16, bias="1hqk"),
+    Case("bias 2hqk", 12, 4, 4, 200, 264, 32, 32, BF16, bias="2hqk"),
+    Case("bias 21qk f32", 6, 4, 2, 133, 200, 48, 48, F32, bias="21qk", kv_lens=True),
     Case("bias 1hqk f32 bias", 4, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk", bias_dtype=F32),
     Case("bias bhqk -inf", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-inf", sinks=True),
     Case("bias 1hqk -inf f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-inf"),
@@ -339,6 +381,46 @@ GPU: tuple[Case, ...] = (
     Case("bias 1hqk -far f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-far"),
     Case("bias b11k -far f32", 2, 4, 4, 256, 256, 64, 64, F32, bias="b11k-far"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
+    # so many tiles that Hopper's backward is the fastest
+    Case("many", 4, 16, 16, 1024, 1024, 64, 64, BF16),
+    Case("many causal", 4, 16, 8, 1024, 1100, 128, 128, BF16, causal=True),
+    Case("many odd f16", 3, 20, 20, 777, 1001, 96, 80, F16, softcap=10.0),
+    Case("many odd causal", 4, 16, 16, 1130, 1077, 40, 64, BF16, causal=True, sinks=True, layout="bshd"),
+    Case("many, window", 4, 16, 8, 1300, 1500, 128, 128, BF16, window=(1100, None), causal=True),
+    Case("many, window both", 4, 16, 16, 1200, 1300, 64, 64, F16, window=(900, 300)),
+    # enough queries for kernels that leave small problems to others; rows of the bias at multiples of 16 bytes, for TMA
+    *(
+        Case(f"filled {d}x{dv}", 4, 8, 2, 333, 421, d, dv, (BF16, F16)[i % 2], causal=i % 2 == 1)
+        for i, (d, dv) in enumerate((*((d, d) for d in (40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (64, 128)))
+    ),
+    *(
+        Case(f"filled {name}", 4, 4, kv_heads, *lengths, d, d, dtype, **options)
+        for name, kv_heads, lengths, d, dtype, options in _FILLED
+    ),
+    Case(
+        "filled everything",
+        4,
+        8,
+        2,
+        333,
+        432,
+        80,
+        48,
+        BF16,
+        bias="1hqk",
+        causal=True,
+        window=(200, None),
+        sinks=True,
+        kv_lens=True,
+        scale=0.2,
+        layout="bshd",
+    ),
+    Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
+    Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
+    Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
+    Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
+    Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
+    Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
     Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),
     Case("kv_lens causal f32", 5, 4, 4, 256, 256, 64, 64, F32, kv_lens=True, causal=True),
@@ -358,7 +440,45 @@ GPU: tuple[Case, ...] = (
         layout="bshd",
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
+    *(
+        Case(f"neighbours {_kind(*kind)} {k} {d}x{dv} {bias}", n, 8, 8, k, k, d, dv, *kind, bias=bias)
+        for kind, n, k, d, dv, bias in (
+            (_KINDS[2], 2000, 64, 16, 16, "b11k"),
+            (_KINDS[3], 600, 64, 16, 16, "bh1k"),
+            (_KINDS[4], 60, 64, 16, 24, "b11k"),
+            (_KINDS[0], 600, 64, 16, 16, "b11k"),
+            (_KINDS[1], 600, 61, 16, 32, "bhqk"),
+            (_KINDS[2], 600, 32, 64, 64, "b11k"),
+            (_KINDS[3], 300, 32, 64, 40, "bhqk-inf"),
+            (_KINDS[4], 60, 32, 32, 64, ""),
+            (_KINDS[0], 600, 30, 64, 64, "b11k-inf"),
+            (_KINDS[2], 600, 16, 16, 8, "b11k-far"),
+            (_KINDS[0], 700, 16, 32, 32, ""),
+            (_KINDS[2], 60, 50, 40, 24, "b1qk-bool"),
+            (_KINDS[2], 60, 64, 64, 64, "bhqk"),
+            (_KINDS[0], 60, 64, 64, 64, "bh1k"),
+        )
+    ),
+    *(
+        Case(f"neighbours, ragged {_kind(*kind)}", 600, 8, 8, 64, 64, 16, 16, *kind, bias="b11k", kv_lens=True)
+        for kind in (_KINDS[0], _KINDS[2])
+    ),
+    Case("neighbours, few queries", 600, 8, 8, 1, 48, 32, 32, F32, bias="b11k"),
+    Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
+    Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
+    Case(
+        "neighbours, everything",
+        *(600, 4, 2, 100, 60, 24, 32, F32),
+        bias="b11k-inf",
+        causal=True,
+        window=(50, None),
+        softcap=5.0,
+        sinks=True,
+        kv_lens=True,
+        scale=0.4,
+    ),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
+    Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 40, 40, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
     Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
     Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),
@@ -377,6 +497,7 @@ _QUICK = (
     ),
     *("bias bhqk", "bias 1hqk f32", "bias b11k", "bias bhq1 f32", "bias 1hqk -inf f16", "kv_lens", "varlen"),
     *("varlen everything", "everything", "over 65535 heads"),
+    *("filled 64x64", "filled 128x128", "filled bias bhqk 64", "filled everything"),
 )
 QUICK: tuple[Case, ...] = tuple(case for case in GPU if case.name in _QUICK)
 
@@ -413,8 +534,29 @@ COMPILE: tuple[Case, ...] = (
     ),
 )
 
+# of the one-tile kernels, in the lengths that are given
+COMPILE_TILE: tuple[Case, ...] = (
+    *(
+        Case(f"{_kind(*kind)} {d} tile {keys}", 64, 4, 4, keys, keys, d, d, *kind, bias="b11k")
+        for kind in _KINDS
+        for keys, d in ((16, 16), (32, 64), (64, 16), (64, 64))
+    ),
+    *(
+        Case(f"{_kind(*kind)} 16 tile 64 {name}", 64, 4, 2, 64, 64, 16, 24, *kind, **options)
+        for kind in (_KINDS[0], _KINDS[2])
+        for name, options in (
+            ("full", {}),
+            ("bias bhqk", {"bias": "bhqk"}),
+            ("bias bhq1 softcap", {"bias": "bhq1", "softcap": 20.0}),
+            ("bias bool kv_lens", {"bias": "b1qk-bool", "kv_lens": True}),
+            ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
+        )
+    ),
+)
+
 _TOKENS = 32768  # batch x length of the bench cases
 
+_TRAINED = (_KINDS[0], _KINDS[2], _KINDS[3])  # what one trains in
 BENCH: dict[str, tuple[Case, ...]] = {
     "plain": tuple(
         _square(f"D{d} {'causal ' if causal else ''}S{s}", _TOKENS // s, 2048 // d, s, d, BF16, causal=causal)
@@ -426,11 +568,21 @@ BENCH: dict[str, tuple[Case, ...]] = {
         _square(f"({b},{h},{s},{d})", b, h, s, d, BF16, bias="1hqk")
         for b, h, s, d in ((64, 4, 384, 32), (8, 16, 768, 32), (2, 16, 2048, 64), (1, 16, 4096, 128))
     ),
+    "triangle": (  # a row is a batch element; and samples of one complex
+        *(_square(f"N{n}", n, 4, n, 32, BF16, bias="1hqk") for n in (256, 512, 1024)),
+        _square("N512 tf32x3", 512, 4, 512, 32, F32, "tf32x3", bias="1hqk"),
+        *(_square(f"16 samples D{d}", 16, 16, 1024, d, BF16, bias="1hqk") for d in (24, 48)),
+    ),
     "second": tuple(
         _square(f"({b},{h},{s},{d}) {_kind(*kind)}", b, h, s, d, *kind)
         for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
-        for kind in (_KINDS[0], _KINDS[2], _KINDS[3])
+        for kind in _TRAINED
     ),
+    "neighbours": (  # each atom's neighbours attend to each other, under a bias for each of them
+        *(_square(f"10000 x 64 D16 {_kind(*kind)}", 10_000, 8, 64, 16, *kind, bias="b11k") for kind in _TRAINED),
+        _square("10000 x 32 D64 tf32x3", 10_000, 8, 32, 64, F32, "tf32x3", bias="b11k"),
+    ),
+    "jvp": tuple(_square(f"(4,8,2048,64) {_kind(*kind)}", 4, 8, 2048, 64, *kind) for kind in _TRAINED),
     "gqa": tuple(
         _square(f"32/{kv} heads {'causal ' if causal else ''}S4096", 8, 32, 4096, 128, BF16, kv_heads=kv, causal=causal)
         for kv in (8, 1)
@@ -457,6 +609,8 @@ BENCH_CPU: dict[str, tuple[Case, ...]] = {
     ),
     "bias": tuple(_square(f"S{s}", 1, 4, s, 64, F32, bias="1hqk") for s in (512, 1024, 4096)),
     "second": tuple(_square(f"S{s}", 1, 4, s, 64, F32) for s in (512, 1024, 4096)),
+    "neighbours": (_square("50 x 32 D16", 50, 8, 32, 16, F32, bias="b11k"),),
+    "jvp": (_square("S1024", 1, 4, 1024, 64, F32),),
     "gqa": (_square("8/2 heads S1024", 1, 8, 1024, 64, F32, kv_heads=2, causal=True),),
     "varlen": (_square("8 sequences to 512", 8, 4, 512, 64, F32, varlen=True, causal=True),),
     "short": tuple(_square(f"S{s}", 1024 // s, 4, s, 64, F32) for s in (64, 128, 256)),

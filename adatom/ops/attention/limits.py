@@ -33,6 +33,33 @@ def triton(p: Problem) -> str | None:
     return None
 
 
+def one_tile(p: Problem) -> str | None:
+    """One-tile kernels: at most 64 keys and 128 queries, head_dim up to 64."""
+    if (why := triton(p)) is not None:
+        return why
+    if p.varlen:
+        return "takes padded batches (kv_lens), not packed sequences"
+    if p.seqlen_q > 128 or p.seqlen_k > 64:
+        return "takes at most 128 queries and 64 keys"
+    if max(p.head_dim, p.head_dim_v) > 64:
+        return f"takes head_dim up to 64; got {p.head_dim}, v's {p.head_dim_v}"
+    if p.bias == "full" and p.bias_grad and p.bias_shared:
+        return "gives no gradient of a full bias that several (batch, head) share"
+    if p.bias_repeated:
+        return "does not take a bias whose slices serve several batch elements each"
+    return None
+
+
+def one_tile_second(p: Problem) -> str | None:
+    """The second derivative in one tile: where shared memory is small, not all of float32."""
+    if (why := one_tile(p)) is not None:
+        return why
+    wide = max(p.head_dim, p.head_dim_v) > 32 and p.seqlen_k > 32 and p.dtype == torch.float32
+    if wide and p.precision == "tf32x3" and p.device.kind == "cuda" and p.device.shared_memory < 148 * 1024:
+        return f"tf32x3 beyond head_dim 32 and 32 keys needs 148 KB of shared memory; sm_{p.device.arch} has less"
+    return None
+
+
 def triton_second(p: Problem) -> str | None:
     """Triton kernels of the second derivative: where shared memory is small, not float32 at every head_dim."""
     if (why := triton(p)) is not None:
@@ -40,4 +67,86 @@ def triton_second(p: Problem) -> str | None:
     wide = max(p.head_dim, p.head_dim_v) > 128 and p.dtype == torch.float32 and p.precision != "tf32"
     if wide and p.device.kind == "cuda" and p.device.shared_memory < 128 * 1024:
         return f"{p.precision} beyond head_dim 128 needs 128 KB of shared memory; sm_{p.device.arch} has less"
+    return None
+
+
+def hopper_fwd(p: Problem) -> str | None:
+    """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
+    if p.device.kind != "cuda":
+        return "needs a CUDA device"
+    if p.device.arch != 90:
+        return f"needs a Hopper GPU (sm_90); this is sm_{p.device.arch}"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
+    if p.varlen:
+        return "does not take packed sequences"
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
+    if not p.tma:
+        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
+        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
+    if p.bias_repeated:
+        return "does not take a bias whose slices serve several batch elements each"
+    if p.bias == "full" and not p.bias_tma:
+        return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
+    return _hopper_fwd_slower(p)
+
+
+def _hopper_fwd_slower(p: Problem) -> str | None:
+    """Where Triton's forward was as fast or faster on an H100 (docs/hopper.md)."""
+    dim = max(p.head_dim, p.head_dim_v)
+    if p.seqlen_q < 128:
+        return "is not worth it for 64 queries or fewer"
+    if p.batch * p.heads * (p.seqlen_q // 128) < 64:
+        return "is not worth it for so few queries: they would occupy less than half of the GPU"
+    if dim <= 32:
+        return "is not worth it for a head_dim of 32 or less"
+    if p.softcap and dim <= 128:
+        return "is not worth it with softcap for a head_dim of 128 or less"
+    if p.bias == "full" and p.bias_dtype == torch.float32 and dim > 64:
+        return "is not worth it with a float32 bias for a head_dim above 64"
+    return None
+
+
+def hopper_bwd_any(p: Problem) -> str | None:
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias, whole batches."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 128:
+            return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
+    if p.bias != "none":
+        return "takes no bias"
+    if p.varlen:
+        return "does not take packed sequences"
+    if p.kv_lens:
+        return "does not take kv_lens"
+    if not p.tma:
+        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def hopper_bwd(p: Problem) -> str | None:
+    """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
+    if (why := hopper_bwd_any(p)) is not None:
+        return why
+    dim, masked = max(p.head_dim, p.head_dim_v), p.causal or p.window
+    if dim <= 32:
+        return "computes as if head_dim were 64, which is slow at 32 and below"
+    if p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512:
+        return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
+    if p.window and p.window_keys <= 1024:
+        return "sums dQ in memory, which is slow under windows of 1024 keys and below"
+    if p.softcap and masked and dim > 64:
+        return "lacks registers for a softcap and a mask beyond head_dim 64"
+    if 2 * p.batch * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
+        return "has too few tiles of 128 keys to fill the GPU"
     return None

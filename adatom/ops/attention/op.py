@@ -2,8 +2,8 @@
 
 Three Functions make the chain forward -> backward -> double backward. `out` and `lse` ride along as values: the
 formulas of the second derivative already contain their dependence on the inputs (docs/double_backward.md), so they get
-no gradient. A third derivative raises. Forward mode is a Function too, so that reverse mode can go over it; and
-torch.compile, which refuses Functions with a jvp, takes one of its own.
+no gradient. A third derivative raises. Forward mode is a Function too, so that reverse mode can go over it.
+torch.compile takes operators of its own, whose formulas say the same.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ _library.define(
     f"attention_bwd_bwd({_TENSORS}, {_OPTIONS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
     "Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsinks, bool bias_grad)"
     f" -> {_GRADS}, Tensor ddout, Tensor ddlse)"
+)
+# The first two again as torch.compile takes them: it refuses a Function with a jvp, and traces no derivative of its
+# backward. These bring their formulas with them (below), which takes more of the host's time.
+_library.define(f"attention({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+_library.define(
+    f"attention_grad({_TENSORS}, {_OPTIONS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool bias_grad)"
+    f" -> {_GRADS})"
 )
 _library.define(
     f"attention_jvp({_TENSORS}, {_OPTIONS}, Tensor out, Tensor lse, "
@@ -169,6 +176,8 @@ for _name, _impl, _fake in (
     ("attention_bwd", _bwd, _fake_bwd),
     ("attention_bwd_bwd", _bwd_bwd, _fake_bwd_bwd),
     ("attention_jvp", _jvp, _fake_fwd),
+    ("attention", _fwd, _fake_fwd),
+    ("attention_grad", _bwd, _fake_bwd),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _impl, _key)
@@ -180,6 +189,7 @@ attention_fwd = _ops.attention_fwd.default
 attention_bwd = _ops.attention_bwd.default
 attention_bwd_bwd = _ops.attention_bwd_bwd.default
 attention_jvp = _ops.attention_jvp.default
+attention_compiled = _ops.attention.default
 
 
 class Attention(Function):
@@ -242,22 +252,6 @@ def _apply(function: type[Function], *args: Any) -> Any:
 
 
 apply_planned = super(Function, PlannedAttention).apply
-
-
-class CompiledAttention(Function):
-    """Attention as torch.compile takes it: it refuses a jvp, and differentiates compiled code once only."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = attention_fwd(*args)
-        ctx.save_for_backward(*args[:_N_INPUTS], *output)
-        ctx.options = args[_N_INPUTS:]
-        ctx.set_materialize_grads(False)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        return _backward_of_attention(ctx, dout, dlse, attention_bwd)
 
 
 def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, first: int = 0) -> Any:
@@ -347,27 +341,8 @@ class AttentionBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        *inputs, out, lse, dout, dlse = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        if all(c is None for c in cotangents):
-            return (None,) * len(needed)
-        ddq, ddk, ddv, ddbias, ddsinks = cotangents
         differentiate = partial(_apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
-        grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3])
-        dq, dk, dv, dbias, dsinks, ddout, ddlse = grads
-        return (
-            dq,
-            dk,
-            dv,
-            dbias if needed[3] else None,
-            dsinks if needed[4] else None,
-            *(None,) * (_N_CALL - 5),
-            None,
-            None,
-            ddout,
-            None if dlse is None else ddlse,
-            None,
-        )
+        return _backward_of_backward(ctx, cotangents, differentiate)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -382,6 +357,60 @@ class AttentionBackward(Function):
             tdout = torch.zeros_like(out) if tdout is None else tdout
             parts.append(AttentionBackward.apply(*call, tdout, tdlse, ctx.bias_grad))
         return tuple(sum(p[1:], p[0]) for p in zip(*parts))
+
+
+def _backward_of_backward(ctx: Any, cotangents: tuple[Any, ...], differentiate: Any) -> Any:
+    """The gradients of all arguments of AttentionBackward; `differentiate` is attention_bwd_bwd, or the Function around
+    it."""
+    *inputs, out, lse, dout, dlse = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    if all(c is None for c in cotangents):
+        return (None,) * len(needed)
+    ddq, ddk, ddv, *rest = cotangents
+    ddbias, ddsinks = (  # what stands for an absent gradient may be differentiated too
+        c if c is not None and t is not None and c.shape == t.shape else None for c, t in zip(rest, inputs[3:5])
+    )
+    grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3])
+    dq, dk, dv, dbias, dsinks, ddout, ddlse = grads
+    return (
+        dq,
+        dk,
+        dv,
+        dbias if needed[3] else None,
+        dsinks if needed[4] else None,
+        *(None,) * (_N_CALL - 5),
+        None,
+        None,
+        ddout,
+        None if dlse is None else ddlse,
+        None,
+    )
+
+
+def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:_N_INPUTS], *output)
+    ctx.options = inputs[_N_INPUTS:]
+    ctx.set_materialize_grads(False)
+
+
+def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:_N_INPUTS], *inputs[_N_CALL:-1])
+    ctx.options = inputs[_N_INPUTS:_N_CALL]
+    ctx.set_materialize_grads(False)
+
+
+torch.library.register_autograd(
+    "adatom::attention",
+    lambda ctx, dout, dlse: _backward_of_attention(ctx, dout, dlse, _ops.attention_grad.default),
+    setup_context=_save_attention,
+    lib=_library,
+)
+torch.library.register_autograd(
+    "adatom::attention_grad",
+    lambda ctx, *cotangents: _backward_of_backward(ctx, cotangents, AttentionBackwardBackward.apply),
+    setup_context=_save_backward,
+    lib=_library,
+)
 
 
 class AttentionBackwardBackward(Function):

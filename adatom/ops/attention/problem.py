@@ -18,6 +18,7 @@ class Inputs(NamedTuple):
     head_dim_v), last dimension contiguous. Packed form: q (tokens_q, heads, head_dim), k and v alike, with
     cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,).
     bias: 4-D, each dimension 1 or that of the scores (batch, heads, seqlen_q, seqlen_k); float, or bool (True attends).
+        Its first may also divide batch: then each slice serves batch / n consecutive elements.
     sinks: (heads,) float. kv_lens: (batch,) int32.
     """
 
@@ -71,6 +72,7 @@ class Problem(NamedTuple):
     bias_dtype: torch.dtype | None
     bias_grad: bool
     bias_shared: bool  # one bias slice serves several (batch, head)
+    bias_repeated: bool  # one bias slice serves several batch elements, but not all
     causal: bool
     window: bool
     softcap: bool
@@ -79,6 +81,9 @@ class Problem(NamedTuple):
     varlen: bool
     deterministic: bool
     tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
+    least_length: int  # the smaller of the lengths, rounded down to a power of two
+    window_keys: int  # keys that a window lets a query see at most, rounded like lengths; 0 without a window
+    bias_tma: bool  # so do those of the bias, and its keys are contiguous; True without one
 
 
 def bias_kind(bias: torch.Tensor | None) -> str:
@@ -90,16 +95,45 @@ def bias_kind(bias: torch.Tensor | None) -> str:
     return "query" if bias.shape[3] == 1 else "full"
 
 
+def bias_of_each(bias: torch.Tensor, batch: int) -> torch.Tensor:
+    """A bias, or a tensor like it, with a slice for each batch element where several, but not all, share one."""
+    return bias if bias.shape[0] in (1, batch) else bias.repeat_interleave(batch // bias.shape[0], 0)
+
+
+def sum_to_bias(scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """scores (batch, heads, 1 or seqlen_q, 1 or seqlen_k) summed to the shape of a bias."""
+    if bias.shape[0] not in (1, scores.shape[0]):
+        scores = scores.unflatten(0, (bias.shape[0], -1)).sum(1)
+    return scores.sum_to_size(bias.shape)
+
+
 def _ceil_pow2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else n
 
 
-def _suits_tma(*tensors: torch.Tensor) -> bool:
+def _floor_pow2(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n else 0
+
+
+def _suits_tma(*tensors: torch.Tensor, shared: int = 0) -> bool:
+    """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
+    bytes, but for the first `shared` dimensions, which may be expanded."""
     for x in tensors:
         size = x.element_size()
-        if x.data_ptr() % 16 or any(s * size % 16 for s in x.stride()[:-1]):
+        if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            return False
+        steps = [s for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride())) if n > 1 and (s or i >= shared)]
+        if any(s <= 0 or s * size % 16 for s in steps):
             return False
     return True
+
+
+def _window_keys(o: Options, seqlen_k: int) -> int:
+    """The keys of a window, whole if one of its sides is unbounded."""
+    right = 0 if o.causal and o.window_right < 0 else o.window_right
+    if o.window_left < 0 and o.window_right < 0:
+        return 0
+    return _ceil_pow2(seqlen_k if o.window_left < 0 or right < 0 else min(o.window_left + right + 1, seqlen_k))
 
 
 def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
@@ -112,9 +146,9 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         seqlen_q, heads, head_dim = q.shape
         seqlen_k, kv_heads = k.shape[:2]
         batch = x.cu_seqlens_q.shape[0] - 1
-    bias = x.bias
+    bias, device = x.bias, facts(q.device)
     return Problem(
-        facts(q.device),
+        device,
         q.dtype,
         o.precision,
         _ceil_pow2(batch),
@@ -128,6 +162,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         None if bias is None else bias.dtype,
         bias_grad,
         bias is not None and (bias.shape[0] < batch or bias.shape[1] < heads),
+        bias is not None and bias.shape[0] not in (1, batch),
         o.causal,
         o.window_left >= 0 or o.window_right >= 0,
         o.softcap > 0,
@@ -135,7 +170,10 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.kv_lens is not None,
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
-        q.device.type == "cuda" and _suits_tma(q, k, v),
+        device.kind == "cuda" and _suits_tma(q, k, v),
+        _floor_pow2(min(seqlen_q, seqlen_k)),
+        _window_keys(o, seqlen_k),
+        device.kind == "cuda" and (bias is None or _suits_tma(bias, shared=2)),
     )
 
 

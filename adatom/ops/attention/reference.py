@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
+from adatom.ops.attention.problem import Inputs, Options, bias_of_each, empty_like, empty_lse, empty_out, sum_to_bias
 
 Tensor = torch.Tensor
 
@@ -152,7 +152,8 @@ def _scores(x: Inputs, o: Options) -> _Scores:
         s, slope = o.softcap * t, 1 - t * t
         curve = -2 * t / o.softcap * slope
     if x.bias is not None:
-        s = s.masked_fill(~x.bias, -torch.inf) if x.bias.dtype == torch.bool else s + x.bias
+        bias = bias_of_each(x.bias, len(x.q))
+        s = s.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else s + bias
     seen = visible(x, o, slice(0, x.q.shape[2]), slice(0, x.k.shape[2]), x.kv_lens)
     return _Scores(s if seen is None else s.masked_fill(~seen, -torch.inf), slope, curve)
 
@@ -182,7 +183,7 @@ def _into(result: Tensor, value: Tensor) -> Tensor:
 
 def _bias_gradient(x: Inputs, ds: Tensor, bias_grad: bool) -> Tensor | None:
     """ds summed over the dimensions along which the bias was broadcast."""
-    return _into(empty_like(x.bias), ds.sum_to_size(x.bias.shape)) if bias_grad and x.bias is not None else None
+    return _into(empty_like(x.bias), sum_to_bias(ds, x.bias)) if bias_grad and x.bias is not None else None
 
 
 def _sink_gradient(x: Inputs, per_row: Tensor | float) -> Tensor | None:
@@ -243,7 +244,7 @@ def _tangent(
         graw = graw + o.scale * wide(tq) @ _keys(x, x.k).mT
     if tk is not None:
         graw = graw + o.scale * wide(x.q) @ _keys(x, tk).mT
-    return graw, graw * slope + (0.0 if tbias is None else wide(tbias))
+    return graw, graw * slope + (0.0 if tbias is None else bias_of_each(wide(tbias), len(x.q)))
 
 
 def _row_tangents(
@@ -350,7 +351,8 @@ def attention(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     if o.softcap > 0:
         s = o.softcap * torch.tanh(s / o.softcap)
     if x.bias is not None:
-        s = s.masked_fill(~x.bias, -torch.inf) if x.bias.dtype == torch.bool else s + x.bias
+        bias = bias_of_each(x.bias, len(x.q))
+        s = s.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else s + bias
     seen = visible(x, o, slice(0, x.q.shape[2]), slice(0, x.k.shape[2]), x.kv_lens)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)

@@ -46,6 +46,8 @@ def _plain(x: Inputs, o: Options) -> bool:
         return False
     if bias is not None and bias.dtype != q.dtype and (q.dtype != torch.float32 or bias.dtype != torch.bool):
         return False
+    if bias is not None and bias.shape[0] not in (1, len(q)):
+        return False
     if bias is not None and bias.dtype == torch.bool and bias.shape[2] > 1 and bias.shape[3] > 1:
         return False
     return q.shape[-1] == v.shape[-1] and q.numel() > 0 and k.numel() > 0
@@ -119,11 +121,15 @@ def _cut(t: Tensor, *parts: slice) -> Tensor:
 class _Part:
     """Some batches and heads of a call: n = batches * kv_heads; group query heads share a key head.
 
+    slices: those of the bias for these batches.
+
     Row tensors fold to (n, group * rows, dim), key tensors to (n, seqlen_k, dim), row values to (n, group * rows, 1).
     """
 
     def __init__(self, x: Inputs, o: Options, batches: slice, kv_heads: slice, lens: list[int] | None) -> None:
         self.x, self.o, self.batches, self.kv_heads = x, o, batches, kv_heads
+        repeats = _repeats(x)
+        self.slices = slice(batches.start // repeats, -(-batches.stop // repeats))
         self.group = x.q.shape[1] // x.k.shape[1]
         self.heads = slice(kv_heads.start * self.group, kv_heads.stop * self.group)
         self.shape = (batches.stop - batches.start, self.heads.stop - self.heads.start)
@@ -208,7 +214,7 @@ class _Part:
             s.mul_(self.o.softcap)
         full = self.full(s)
         if self.x.bias is not None:
-            bias = _cut(self.x.bias, self.batches, self.heads, i, j)
+            bias = _cut(self.x.bias, self.slices, self.heads, i, j)
             if bias.dtype == torch.bool:
                 full.masked_fill_(~bias, -torch.inf)
             else:
@@ -230,12 +236,17 @@ class _Part:
 
     def add_bias(self, t: Tensor, bias: Tensor, i: slice, j: slice) -> None:
         """Add to a tile the part of a tensor like the bias."""
-        self.full(t).add_(_cut(bias, self.batches, self.heads, i, j))
+        self.full(t).add_(_cut(bias, self.slices, self.heads, i, j))
 
 
-def _split(total: int, step: int) -> Iterator[slice]:
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
+def _repeats(x: Inputs) -> int:
+    """How many consecutive batch elements share a slice of the bias, where not all do."""
+    return 1 if x.bias is None or x.bias.shape[0] in (1, x.q.shape[0]) else x.q.shape[0] // x.bias.shape[0]
+
+
+def _split(total: int, step: int, start: int = 0) -> Iterator[slice]:
+    for at in range(start, total, step):
+        yield slice(at, min(at + step, total))
 
 
 def _walk(x: Inputs, o: Options) -> Iterator[tuple[_Part, list[tuple[slice, slice]]]]:
@@ -253,7 +264,9 @@ def _walk(x: Inputs, o: Options) -> Iterator[tuple[_Part, list[tuple[slice, slic
     step_batch = min(batch, max(1, fit // kv_heads))
     step_rows = max(MIN_ROWS, tile // (step_batch * step_heads * group * width))
     lens = x.kv_lens.tolist() if x.kv_lens is not None and x.kv_lens.device.type == "cpu" else None
-    for batches in _split(batch, step_batch):
+    repeats = _repeats(x)
+    spans = (slice(0, batch),) if repeats == 1 else _split(batch, repeats)  # a part has one slice of the bias, or all
+    for batches in (part for span in spans for part in _split(span.stop, step_batch, span.start)):
         for some_heads in _split(kv_heads, step_heads):
             part = _Part(x, o, batches, some_heads, lens)
             yield part, [(i, part.reach(i)) for i in _split(seqlen_q if heads else 0, step_rows)]
@@ -275,14 +288,14 @@ class _BiasGradient:
         """ds: (n, group * rows, keys)."""
         if self.bias is None:
             return
-        target = _cut(self.total, part.batches, part.heads, i, j)
+        target = _cut(self.total, part.slices, part.heads, i, j)
         value = part.full(ds).sum_to_size(target.shape)
         if not self.once:
             target += value
             return
         target.copy_(value)
         if self.bias.shape[3] > 1:
-            row = _cut(self.total, part.batches, part.heads, i, slice(None))
+            row = _cut(self.total, part.slices, part.heads, i, slice(None))
             row[..., : j.start].zero_()
             row[..., j.stop :].zero_()
 

@@ -150,7 +150,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
               stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_dqb, stride_dqh, stride_dqm,
               stride_bb, stride_bh, stride_bm, stride_bn,
-              heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+              heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
@@ -177,7 +177,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
         DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
     if BIAS != NONE:
-        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
+        Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DBIAS == FULL:
         DBias += row * keys
     m0 = block * BLOCK_M
@@ -223,7 +223,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                stride_gb, stride_gh, stride_gm, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
                stride_bb, stride_bh, stride_bm, stride_bn,
-               heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+               heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
@@ -268,7 +268,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
         Delta_h = Delta if TMA else Delta + row
         Bias_h = Bias
         if BIAS != NONE:
-            Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
+            Bias_h = Bias + at(b // repeats, h, 0, stride_bb, stride_bh, 0)
         for m0 in range(begin, end, BLOCK_M):
             cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
             q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
@@ -304,8 +304,8 @@ def _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.con
 @triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
 def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                 stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, stride_bn, batch, bias_batch,
-                 bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                 stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, stride_bn, bias_batch,
+                 bias_heads, parts, heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
                  SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
@@ -330,17 +330,17 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     Bias += at(piece // bias_heads, piece % bias_heads, 0, stride_bb, stride_bh, 0)
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
-    shared = batch // bias_batch * (heads // bias_heads)
+    shared = repeats * (heads // bias_heads)
     share = tl.cdiv(shared, parts)
     first = part * share
     last = tl.minimum(first + share, shared) - 1
-    b, h = sharer(tl.minimum(first, last), piece, heads, bias_heads, SHARED_HEADS)
+    b, h = sharer(tl.minimum(first, last), piece, heads, repeats, bias_heads, SHARED_HEADS)
     lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
     for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
-        b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
+        b, h = sharer(tl.minimum(r + 1, last), piece, heads, repeats, bias_heads, SHARED_HEADS)
         next_rows = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
-        b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
+        b, h = sharer(r, piece, heads, repeats, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
         if LENS:
@@ -424,7 +424,7 @@ def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) 
     programs, parts = call.bias_programs(config, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.bias_strides,
-        call.batch, *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
+        *bias.shape[:2], parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tma = call.use_tma(config, x.q, x.k, x.v, dout)
     meta = call.constexprs(config, SHARED_HEADS=bias.shape[1] < call.heads, TMA=tma)

@@ -170,7 +170,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
               stride_gb, stride_gh, stride_gm, stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
               stride_cvb, stride_cvh, stride_cvn, stride_dqb, stride_dqh, stride_dqm,
               stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-              heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+              heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
               RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
@@ -197,9 +197,9 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
         DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn)
         DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn)
     if BIAS != NONE:
-        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
+        Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DDBIAS:
-        DDBias += at(b, h, 0, stride_cb, stride_ch, 0)
+        DDBias += at(b // repeats, h, 0, stride_cb, stride_ch, 0)
     if DBIAS == FULL:
         DBias += row * keys
     m0 = block * BLOCK_M
@@ -251,7 +251,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                stride_gb, stride_gh, stride_gm, stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
                stride_cvb, stride_cvh, stride_cvn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh,
                stride_dvn, stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-               heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+               heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr,
                LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
@@ -302,9 +302,9 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
         Bias_h = Bias
         DDBias_h = DDBias
         if BIAS != NONE:
-            Bias_h = Bias + at(b, h, 0, stride_bb, stride_bh, 0)
+            Bias_h = Bias + at(b // repeats, h, 0, stride_bb, stride_bh, 0)
         if DDBIAS:
-            DDBias_h = DDBias + at(b, h, 0, stride_cb, stride_ch, 0)
+            DDBias_h = DDBias + at(b // repeats, h, 0, stride_cb, stride_ch, 0)
         for m0 in range(begin, end, BLOCK_M):
             cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
             q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
@@ -353,7 +353,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                  stride_gb, stride_gh, stride_gm, stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh,
                  stride_ckn, stride_cvb, stride_cvh, stride_cvn,
                  stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-                 batch, bias_batch, bias_heads, parts, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
+                 bias_batch, bias_heads, parts, heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right,
                  scale, softcap,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
@@ -381,17 +381,17 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
     bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
     DDBias += at(piece // bias_heads, piece % bias_heads, 0, stride_cb, stride_ch, 0)
     ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
-    shared = batch // bias_batch * (heads // bias_heads)
+    shared = repeats * (heads // bias_heads)
     share = tl.cdiv(shared, parts)
     first = part * share
     last = tl.minimum(first + share, shared) - 1
-    b, h = sharer(tl.minimum(first, last), piece, heads, bias_heads, SHARED_HEADS)
+    b, h = sharer(tl.minimum(first, last), piece, heads, repeats, bias_heads, SHARED_HEADS)
     lse, delta, g, u = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
     for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
-        b, h = sharer(tl.minimum(r + 1, last), piece, heads, bias_heads, SHARED_HEADS)
+        b, h = sharer(tl.minimum(r + 1, last), piece, heads, repeats, bias_heads, SHARED_HEADS)
         next_rows = _rows(Lse, Delta, G, U, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
-        b, h = sharer(r, piece, heads, bias_heads, SHARED_HEADS)
+        b, h = sharer(r, piece, heads, repeats, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
         if LENS:
@@ -493,7 +493,7 @@ def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias:
     programs, parts = call.bias_programs(config, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
-        *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, call.batch, *bias.shape[:2],
+        *call.strides(d.k), *call.strides(d.v), *call.bias_strides, *d.bias_strides, *bias.shape[:2],
         parts, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
     tma = call.use_tma(config, x.q, x.k, x.v, dout, d.q, d.k, d.v)

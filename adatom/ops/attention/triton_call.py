@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adatom.device import facts
-from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind, empty, empty_like, sum_to_bias
 from adatom.tiles.launch import Launch, tile_dim
 
 _BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
@@ -34,7 +34,8 @@ class Config(NamedTuple):
     registers: int = 0
 
 
-NO_SPECIALIZE = ["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"]  # numbers that vary freely
+# numbers that vary freely
+NO_SPECIALIZE = ["heads", "kv_heads", "repeats", "n_heads", "group", "left", "right", "len_q", "len_k"]
 Configs = dict[int, dict[tuple[str, int], Config]]
 _INTERPRETED = Config(16, 16, 4, 1)
 # float32 on sm_100: tiles too low for its matrix unit, whose memory the parts of larger ones overflow (the compiler
@@ -76,7 +77,7 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
     """The configuration of kernel `name` for this call.
 
     A table has a line for each kind of arithmetic and each of the head_dims 64, 128 and 256, up to which it serves. It
-    may have more for head_dim 32, and for calls with an option that costs registers or bandwidth: "half bias",
+    may have more for head_dim 16 and 32, and for calls with an option that costs registers or bandwidth: "half bias",
     "half packed".
     """
     if name in _forced:
@@ -85,7 +86,7 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
         return _INTERPRETED
     table, dim = configs[family(call.device.arch)], max(call.head_dim, call.head_dim_v)
     option = " bias" if call.meta["BIAS"] else " packed" if call.varlen else ""
-    keys = ((kind, d) for d in (32, 64, 128, 256) if dim <= d for kind in (call.kind + option, call.kind))
+    keys = ((kind, d) for d in (16, 32, 64, 128, 256) if dim <= d for kind in (call.kind + option, call.kind))
     return next(table[key] for key in keys if key in table)
 
 
@@ -125,6 +126,7 @@ class Call:
         self.right = (0 if o.window_right < 0 else min(o.window_right, 0)) if o.causal else o.window_right
         self.left = o.window_left
         self.bias_strides = broadcast_strides(bias)
+        self.repeats = 1 if bias is None else self.batch // max(bias.shape[0], 1)
         self.generic = bias is not None or o.softcap > 0
         self.meta = {
             "HEAD_DIM": self.head_dim,
@@ -165,13 +167,16 @@ class Call:
         return tiles * parts, parts
 
     def counts(self, kv: bool = False) -> tuple[int, ...]:
-        """heads, kv_heads, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right."""
+        """heads, kv_heads, repeats, n_heads (all (kv) heads; sequences when packed), group, len_q, len_k, left, right.
+
+        repeats: how many consecutive batch elements share a slice of the bias.
+        """
         heads = self.kv_heads if kv else self.heads
         n_heads = self.batch if self.varlen else self.batch * heads
         length, sharing = (self.len_q, 1) if kv else (self.len_k, self.heads // max(self.kv_heads, 1))
         head_bytes = length * (self.head_dim + self.head_dim_v) * self.x.k.element_size()
         group = max(1, min(n_heads, _L2_BYTES * sharing // max(head_bytes, 1)))
-        return (self.heads, self.kv_heads, n_heads, group, self.len_q, self.len_k, self.left, self.right)
+        return (self.heads, self.kv_heads, self.repeats, n_heads, group, self.len_q, self.len_k, self.left, self.right)
 
     def constexprs(self, config: Config, **more: Any) -> dict[str, Any]:
         """The constexprs that every kernel takes, and its launch options.
@@ -263,7 +268,7 @@ def sink_grad(x: Inputs, lse: torch.Tensor, per_row: torch.Tensor) -> torch.Tens
 
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Row or column sums (batch, heads, 1 or len_q, 1 or len_k) summed to a bias's shape, in its dtype."""
-    return sums.sum_to_size(bias.shape).to(bias.dtype)
+    return sum_to_bias(sums, bias).to(bias.dtype)
 
 
 def sum_of_parts(launch: Launch, bias: torch.Tensor, *before: torch.Tensor | None) -> torch.Tensor:

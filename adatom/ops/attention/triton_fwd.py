@@ -72,11 +72,11 @@ CONFIGS[86] = CONFIGS[80] | {
 }
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "left", "right", "len_q", "len_k"])
+@triton.jit(do_not_specialize=["heads", "kv_heads", "repeats", "n_heads", "group", "left", "right", "len_q", "len_k"])
 def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                 stride_ob, stride_oh, stride_om, stride_bb, stride_bh, stride_bm, stride_bn,
-                heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
@@ -98,7 +98,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
         K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
         V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
     if BIAS != NONE:
-        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
+        Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     m0 = tile * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_M)[:, None]

@@ -81,7 +81,7 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
                     stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
                     stride_cvb, stride_cvh, stride_cvn, stride_ddb, stride_ddh, stride_ddm,
                     stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-                    heads, kv_heads, n_heads, group, len_q, len_k, left, right, scale, softcap,
+                    heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
                     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                     BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                     RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
@@ -109,9 +109,9 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
         DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn)
         DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn)
     if BIAS != NONE:
-        Bias += at(b, h, 0, stride_bb, stride_bh, 0)
+        Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DDBIAS:
-        DDBias += at(b, h, 0, stride_cb, stride_ch, 0)
+        DDBias += at(b // repeats, h, 0, stride_cb, stride_ch, 0)
     m0 = block * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_M)[:, None]

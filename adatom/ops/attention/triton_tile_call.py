@@ -1,0 +1,96 @@
+"""What the launchers of the one-tile kernels share: how a problem is cut into programs, and where sums go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adatom.ops.attention.problem import Inputs, Options, empty
+from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
+
+TILE_NO_SPECIALIZE = ["heads", "kv_heads", "left", "right", "len_q", "len_k"]
+TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
+
+
+class TileCall(Call):
+    """One call as the one-tile kernels take it."""
+
+    def __init__(self, x: Inputs, o: Options, name: str, tables: TileConfigs) -> None:
+        super().__init__(x, o)
+        block_n = max(16, 1 << (self.len_k - 1).bit_length())
+        self.config = pick(name, tables[block_n], self)._replace(block_n=block_n)
+
+    def program_count(self) -> int:
+        """One program for each key head of each batch element."""
+        return self.batch * self.kv_heads if self.len_q else 0
+
+    def numbers(self) -> tuple[Any, ...]:
+        """heads, kv_heads, len_q, len_k, left, right, scale, softcap."""
+        return (
+            self.heads, self.kv_heads, self.len_q, self.len_k, self.left, self.right, self.scale, self.o.softcap,
+        )  # fmt: skip
+
+    def constants(self, **more: Any) -> dict[str, Any]:
+        """Constexprs and launch options."""
+        meta = self.constexprs(self.config, SHARING=self.heads // max(self.kv_heads, 1), **more)
+        meta["STEPS"] = -(-self.len_q // self.config.block_m)
+        # probabilities carry a factor that fills the range of float16
+        meta["CARRY"] = 16384.0 if meta["PRECISION"].startswith("fp16") else 1.0
+        meta["SINKS"] = self.x.sinks is not None
+        del meta["VARLEN"]
+        return meta
+
+
+def side_of(x: Inputs, wanted: bool) -> torch.Tensor | None:
+    """Where a kernel writes what becomes dbias: dbias itself, or sums of rows or columns in float32."""
+    kind, _ = bias_grad(x, wanted)
+    bias = x.bias
+    if not kind:
+        return None
+    assert bias is not None
+    whole = bias.shape[:2] == x.q.shape[:2]
+    if kind == 1:
+        return empty_like_contiguous(bias) if whole else empty((*x.q.shape[:2], 1, x.k.shape[2]), x.q, torch.float32)
+    if kind == 2:
+        return empty((*x.q.shape[:3], 1), x.q, torch.float32)
+    return empty_like_contiguous(bias)
+
+
+def empty_like_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """An unwritten contiguous tensor of x's shape and dtype."""
+    return empty(tuple(x.shape), x)
+
+
+def reduced(side: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """dbias from what `side_of` gave to the kernel."""
+    if side is None or bias is None or (side.shape == bias.shape and side.dtype == bias.dtype):
+        return side
+    return reduce_to(side, bias)
+
+
+def sink_rows(x: Inputs) -> torch.Tensor | None:
+    """Where a kernel writes each row's share of dsinks, float32 (batch, heads, seqlen_q)."""
+    return None if x.sinks is None else empty(tuple(x.q.shape[:3]), x.q, torch.float32)
+
+
+def sink_sum(rows: torch.Tensor | None, x: Inputs) -> torch.Tensor | None:
+    """dsinks from its rows."""
+    return None if rows is None or x.sinks is None else rows.sum((0, 2)).to(x.sinks.dtype)
+
+
+def tables(*tiles: Config) -> TileConfigs:
+    """The tables of a kernel from its tiles for 16, 32 and 64 keys on tensor cores: 16 queries a warp.
+
+    On sm_100 tiles stay below 64 rows, those of its matrix unit, whose memory the parts of float32 overflow.
+    """
+    low = tuple(tile if tile.block_m < 64 else tile._replace(block_m=32, num_warps=2) for tile in tiles)
+
+    def table(tile: Config) -> dict[tuple[str, int], Config]:
+        lines = {(kind, 64): tile for kind in ("half", "tf32", "tf32x3")}
+        return lines | {("ieee", 64): Config(16, 16, 4, 1, spill=8192)}
+
+    return {
+        keys: {family: table((low if family == 100 else tiles)[i]) for family in (80, 86, 90, 100)}
+        for i, keys in enumerate((16, 32, 64))
+    }

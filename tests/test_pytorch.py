@@ -1,0 +1,222 @@
+"""PyTorch's tools work on attention: opcheck, compile, meta tensors, autocast, forward mode, vmap, transforms."""
+
+import math
+
+import pytest
+import torch
+
+import adatom
+from adatom.ops.attention import op
+from adatom.ops.attention.api import inputs_of
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def differentiable(args):
+    for arg in args:
+        floats = isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        yield arg.detach().clone().requires_grad_() if floats else arg
+
+
+def operands(kind):
+    """The arguments of the operators, for a call with every optional tensor, with none, and for a packed one."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=F64, generator=g)
+
+    if kind == "packed":
+        call = {"q": normal(6, 4, 8), "k": normal(9, 2, 8), "v": normal(9, 2, 8), "sinks": normal(4), "causal": True}
+        call |= {"cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 5, 9])}
+    else:
+        call = {"q": normal(2, 4, 5, 8), "k": normal(2, 2, 7, 8), "v": normal(2, 2, 7, 3)}
+        if kind == "all":
+            call |= {"bias": normal(1, 4, 1, 7), "sinks": normal(4), "kv_lens": torch.tensor([7, 2]), "causal": True}
+            call |= {"window": (3, None), "softcap": 2.0}
+        if kind == "heads inside":
+            call |= {n: x.transpose(1, 2).clone().transpose(1, 2) for n, x in call.items()}
+    x, o, backend = inputs_of(**call)
+    call = (*x, *o, backend)
+    with torch.no_grad():
+        out, lse = op.attention_fwd(*call)
+    like = [None if t is None else torch.randn(t.shape, dtype=F64, generator=g) for t in x[:5]]
+    dout, dlse = (torch.randn(t.shape, dtype=F64, generator=g) for t in (out, lse))
+    bias_grad = x.bias is not None
+    yield op.attention_fwd, call
+    yield op.attention_jvp, (*call, out, lse, *like)
+    yield op.attention_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, bias_grad)
+    yield op.attention_bwd_bwd, (*call, out, lse, dout, dlse if kind == "all" else None, *like, bias_grad)
+    yield op.attention_compiled, call
+    yield op.attention_compiled, tuple(differentiable(call))
+    yield torch.ops.adatom.attention_grad.default, tuple(differentiable((*call, out, lse, dout, None, bias_grad)))
+
+
+@pytest.mark.parametrize("kind", ["none", "all", "packed", "heads inside"])
+def test_operators_pass_opcheck(kind):
+    """Schemas, fakes and their strides; autograd's registration where it does not lie in Functions around operators."""
+    for operator, args in operands(kind):
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        if operator is op.attention_compiled:
+            tests += ("test_autograd_registration",)
+        assert set(torch.library.opcheck(operator, args, test_utils=tests).values()) == {"SUCCESS"}, operator
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    """One graph, forward and backward, around an attention that needs every kind of gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 8), "bias": (4, 5, 7), "sinks": (4,)}
+    leaves = [torch.randn(s, generator=generator).requires_grad_() for s in shapes.values()]
+    kv_lens = torch.tensor([7, 3])
+
+    def f(q, k, v, bias, sinks):
+        out, lse = adatom.attention(
+            q * 2, k, v, bias=bias, sinks=sinks, kv_lens=kv_lens, causal=True, softcap=3.0, return_lse=True
+        )
+        return out.sin().sum() + lse.where(lse > -1e30, 0).cos().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    expected, got = f(*leaves), compiled(*leaves)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves)):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_one_tensor_for_all():
+    """Self-attention without projections, padded and packed."""
+    torch.compiler.reset()
+    x = torch.randn(2, 3, 6, 8, requires_grad=True)
+    padded = torch.compile(lambda x: adatom.attention(x, x, x, causal=True), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(padded(x), adatom.attention(x, x, x, causal=True))
+    cu, y = torch.tensor([0, 2, 6]), torch.randn(6, 3, 8, requires_grad=True)
+    packed = torch.compile(lambda y: adatom.attention_varlen(y, y, y, cu, cu), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(packed(y), adatom.attention_varlen(y, y, y, cu, cu))
+
+
+def energy(x, w):
+    return adatom.attention(x @ w, x, x, causal=True).square().sum()
+
+
+def mismatch(x, w):
+    """A loss of forces: its gradient by w differentiates attention twice."""
+    (force,) = torch.autograd.grad(energy(x, w), x, create_graph=True)
+    return force.square().mean()
+
+
+def operands_of_energy():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, dtype=F64, generator=generator).requires_grad_() for shape in ((1, 2, 8, 4), (4, 4))]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this PyTorch does not trace torch.autograd.grad"
+)
+@pytest.mark.parametrize("step", ["loss", "gradient of the loss"])
+def test_compile_energy_and_forces(step):
+    """One graph of an energy, its forces, and the gradient of a loss of forces."""
+
+    def gradient(x, w):
+        return torch.autograd.grad(mismatch(x, w), w)[0]
+
+    def of_compiled_loss(x, w):
+        return torch.autograd.grad(torch.compile(mismatch, fullgraph=True, backend="aot_eager")(x, w), w)[0]
+
+    x, w = operands_of_energy()
+    whole = torch.compile(gradient, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch.compiler.reset()
+        got = (of_compiled_loss if step == "loss" else whole)(x, w)
+    torch.testing.assert_close(got, gradient(x, w))
+
+
+def test_transforms_inside_a_compiled_region():
+    """torch.func.grad of torch.func.grad leaves the graph, or says so: a Function traced there would lose a term."""
+    x, w = (t.detach() for t in operands_of_energy())
+
+    def loss(w):
+        return torch.func.grad(lambda x: energy(x, w))(x).square().mean()
+
+    torch.compiler.reset()
+    torch.testing.assert_close(
+        torch.compile(torch.func.grad(loss), backend="aot_eager")(w), torch.func.grad(loss)(w), msg="wrong gradient"
+    )
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="no torch.func transform inside a compiled region"):
+        torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")(w)
+
+
+def test_compile_with_dynamic_lengths():
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k: adatom.attention(q, k, k, causal=True), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for seqlen in (5, 9, 14):
+        q, k = torch.randn(2, 2, seqlen, 8), torch.randn(2, 2, seqlen + 3, 8)
+        torch.testing.assert_close(compiled(q, k), adatom.attention(q, k, k, causal=True))
+
+
+def test_meta_tensors_give_shapes():
+    q, k, v = (torch.empty(2, 4, n, d, device="meta", dtype=torch.bfloat16) for n, d in ((5, 8), (7, 8), (7, 16)))
+    out, lse = adatom.attention(q.requires_grad_(), k, v, return_lse=True)
+    assert out.shape == (2, 4, 5, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 5)
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+def test_autocast_as_sdpa():
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = adatom.attention(q, k, k)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        untouched = adatom.attention(q.double(), k.double(), k.double())
+    assert out.dtype == expected.dtype == torch.bfloat16 and untouched.dtype == F64
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # mixed inputs meet in autocast's dtype
+        assert adatom.attention(q.requires_grad_(), k.bfloat16(), k.half()).dtype == torch.bfloat16
+        adatom.attention(q, k, k).sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def plain(q, k, v):
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_vmap(recording):
+    q, k = torch.randn(3, 2, 2, 5, 8, dtype=F64), torch.randn(2, 3, 2, 7, 8, dtype=F64)
+    bias = torch.randn(3, 5, 7, dtype=F64)
+    with torch.set_grad_enabled(recording):
+        out = torch.vmap(lambda q, k, b: adatom.attention(q, k, k, bias=b), in_dims=(0, 1, 0))(q, k, bias)
+    expected = torch.stack([adatom.attention(q[i], k[:, i], k[:, i], bias=bias[i]) for i in range(3)])
+    torch.testing.assert_close(out, expected)
+
+
+def test_gradients_of_each_sample():
+    x = torch.randn(3, 1, 2, 5, 8, dtype=F64)
+
+    def f(attention):
+        return torch.vmap(torch.func.grad(lambda x: attention(x, x, x).square().sum()))(x)
+
+    got, want = f(adatom.attention), f(plain)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_whole_jacobians(transform):
+    x = torch.randn(1, 1, 3, 4, dtype=F64)
+
+    def f(attention):
+        return transform(lambda x: attention(x, x, x).square().sum((0, 1, 3)))(x)
+
+    got, want = f(adatom.attention), f(plain)
+    torch.testing.assert_close(got, want)
