@@ -191,6 +191,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small lengths and few steps."""
     monkeypatch.setitem(demo.SIZES, "cpu", (16, 32))
     monkeypatch.setattr(demo, "STEPS", 3)
+    monkeypatch.setattr(demo, "CRYSTAL_SECONDS", 4.0)
 
 
 def test_demo_writes_a_self_contained_report(tmp_path: Path, short: None) -> None:
@@ -198,8 +199,9 @@ def test_demo_writes_a_self_contained_report(tmp_path: Path, short: None) -> Non
     result = invoke("demo", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output
     text = out.read_text()
-    assert text.count("<svg") == 2 and "every check passed" in text and "d loss / d bias0" in text
+    assert text.count("<svg") == 3 and "every check passed" in text and "d loss / d bias0" in text
     assert "<script" not in text and "src=" not in text and "@import" not in text
+    assert "unknown crystals" in result.output and "KCl, by DFT" in text
     assert "force error fell from" in result.output and "sdpa_math" in result.output
 
 
@@ -248,7 +250,7 @@ def test_demo_refuses_an_absent_device() -> None:
 
 
 def test_a_page_escapes_what_it_shows() -> None:
-    text = demo.page([("a", "<b>")], [], [], Sheet("t", ["case"], [["<i>"]], []), ["<svg/>", "<svg/>"], "<GPU>")
+    text = demo.page([("a", "<b>")], [], [], [], Sheet("t", ["case"], [["<i>"]], []), ["<svg/>"] * 3, "<GPU>")
     assert "<b>" not in text and "<i>" not in text and "&lt;GPU&gt;" in text
 
 

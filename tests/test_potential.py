@@ -1,0 +1,296 @@
+"""What a materials scientist would check of the potential that ships: symmetries, derivatives, smoothness, dynamics."""
+
+import numpy as np
+import pytest
+import torch
+
+from adatom.potential import graph as neighbours
+from adatom.potential import model as potentials
+from adatom.potential.graph import graph
+from adatom.potential.model import Potential, harmonics, plain
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model():
+    """Small, in float64, and random in every part."""
+    torch.manual_seed(0)
+    found = Potential(width=16, heads=4, kv_heads=2, scalars=8, degree=2, radial=6, cutoff=4.0).double()
+    found.reference.copy_(torch.randn(8))
+    pairs = 0.1 * torch.randn_like(found.pairs)
+    found.pairs.copy_(pairs + pairs.transpose(0, 1))
+    torch.nn.init.normal_(found.readout[2].weight, std=0.1)
+    for block in found.blocks:
+        torch.nn.init.normal_(block.near.bias)
+    return found
+
+
+def salt(seed=0, scale=0.15):
+    """A shaken rhombohedral cell of rocksalt, twice repeated: (numbers, positions, cell)."""
+    cell = 4.3 * np.array([[1, 0.5, 0.5], [0.0, 0.5, 0.5], [0.0, -0.5, 0.5]]) @ np.diag([1.0, 1.05, 1.0])
+    x = np.array([[0, 0, 0], [0.5, 0.5, 0.5]]) @ cell
+    x = np.concatenate([x, x + cell[0]])
+    cell = np.diag([2, 1, 1]) @ cell
+    return np.array([12, 8, 12, 8]), x + scale * np.random.default_rng(seed).normal(size=x.shape), cell
+
+
+def predict(model, *structures):
+    return model.predict(graph(structures, model.elements, model.cutoff))
+
+
+def close(a, b, tolerance=1e-10):
+    torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=tolerance, atol=tolerance)
+
+
+def rotation(seed=1):
+    q = np.linalg.qr(np.random.default_rng(seed).normal(size=(3, 3)))[0]
+    return q * np.linalg.det(q)
+
+
+# Neighbours ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cutoff", [2.5, 4.0, 7.0])
+def test_neighbours_by_definition(cutoff):
+    numbers, x, cell = salt()
+    x = x + np.array([5.0, -9.0, 3.0])  # outside of the cell
+    i, j, shift = neighbours.pairs(x, cell, cutoff)
+    found = {(a, b, *n) for a, b, n in zip(i.tolist(), j.tolist(), shift.astype(int).tolist())}
+    span = range(-8, 9)
+    images = [np.array((a, b, c)) for a in span for b in span for c in span]
+    offset = np.floor(x @ np.linalg.inv(cell))
+    expected = set()
+    for a in range(len(x)):
+        for b in range(len(x)):
+            for n in images:
+                n = n + (offset[a] - offset[b]).astype(int)
+                if np.linalg.norm(x[b] - x[a] + n @ cell) < cutoff and (a != b or n.any()):
+                    expected.add((a, b, *n.tolist()))
+    assert len(found) == len(i) and found == expected
+    back = neighbours.opposite(i, j, shift)
+    assert (i[back] == j).all() and (j[back] == i).all() and (shift[back] == -shift).all()
+
+
+def test_selected_structures_predict_the_same(model):
+    structures = [salt(0), salt(1, 0.3), (np.array([3, 17]), np.array([[0.0, 0, 0], [2.0, 0, 0]]), None), salt(2)]
+    whole = graph(structures, model.elements, model.cutoff)
+    some = model.predict(whole.select(torch.tensor([3, 0, 2])))
+    assert some.energies.shape == (3,) and torch.isnan(some.stresses[2]).all()
+    for n, i in enumerate((3, 0, 2)):
+        one = predict(model, structures[i])
+        close(some.energies[n], one.energies[0])
+        start = (0, 4, 8)[n]
+        close(some.forces[start : start + len(one.forces)], one.forces)
+    assert whole.select(torch.tensor([2])).others.shape[1] == 8 < whole.others.shape[1]
+
+
+def test_unknown_elements_are_refused(model):
+    with pytest.raises(ValueError, match=r"got atomic numbers \[26\]"):
+        predict(model, (np.array([26]), np.zeros((1, 3)), None))
+
+
+# Derivatives ---------------------------------------------------------------------------------------------------------
+
+
+def test_forces_are_finite_differences_of_the_energy(model):
+    numbers, x, cell = salt()
+    forces = predict(model, (numbers, x, cell)).forces
+    h = 1e-4
+    for a in range(2):
+        for c in range(3):
+            step = np.zeros_like(x)
+            step[a, c] = h
+            up, down = predict(model, (numbers, x + step, cell), (numbers, x - step, cell)).energies
+            close(-(up - down) / (2 * h), forces[a, c], 1e-7)
+    close(forces.sum(0), torch.zeros(3, dtype=F64))
+
+
+def test_stress_is_finite_differences_under_strain(model):
+    numbers, x, cell = salt()
+    stress = predict(model, (numbers, x, cell)).stresses[0]
+    close(stress, stress.mT)
+    h = 1e-5
+    for a, b in ((0, 0), (1, 1), (1, 2), (0, 2)):
+        strain = np.zeros((3, 3))
+        strain[a, b] += h / 2
+        strain[b, a] += h / 2
+        moved = [(numbers, x @ (np.eye(3) + s * strain), cell @ (np.eye(3) + s * strain)) for s in (1, -1)]
+        up, down = predict(model, *moved).energies
+        close((up - down) / (2 * h) / abs(np.linalg.det(cell)), stress[a, b], 1e-7)
+
+
+def test_gradient_of_a_force_loss_is_right(model):
+    """The second derivative, against finite differences in every parameter along a random direction."""
+    g = graph([salt()], model.elements, model.cutoff)
+    weights = torch.randn(4, 3, dtype=F64), torch.randn(1, 3, 3, dtype=F64)
+
+    def loss():
+        p = model.predict(g, training=True)
+        return (p.forces * weights[0]).sum() + (p.stresses * weights[1]).sum() + p.energies.sum()
+
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss(), parameters)
+    h = 1e-5
+    for p, grad in zip(parameters, grads):
+        direction = torch.randn_like(p)
+        values = []
+        for s in (h, -2 * h):
+            p.data.add_(direction, alpha=s)
+            values.append(loss().detach())
+        p.data.add_(direction, alpha=h)
+        close((values[0] - values[1]) / (2 * h), (grad * direction).sum(), 1e-6)
+
+
+def test_the_plain_model_is_the_same_model(model):
+    g = graph([salt(), salt(1, 0.4)], model.elements, model.cutoff)
+    results = []
+    for attend in (potentials.fused, plain):
+        model.attend = attend
+        p = model.predict(g, training=True)
+        grads = torch.autograd.grad(p.forces.square().sum() + p.energies.sum(), list(model.parameters()))
+        results.append((*p, *grads))
+    for a, b in zip(*results):
+        close(a, b, 1e-9)
+
+
+# Symmetries ----------------------------------------------------------------------------------------------------------
+
+
+def test_harmonics_multiply_to_legendre_polynomials():
+    u, w = torch.nn.functional.normalize(torch.randn(2, 50, 3, dtype=F64), dim=-1)
+    cos = (u * w).sum(-1)
+    first, second = ((a * b).sum(-1) for a, b in zip(harmonics(u, 2), harmonics(w, 2)))
+    close(first, cos)
+    close(second, (3 * cos**2 - 1) / 2)
+    assert all((a == 0).all() for a in harmonics(torch.zeros(3), 2))
+
+
+@pytest.mark.parametrize("mirror", [1, -1])
+def test_rotation_and_reflection(model, mirror):
+    numbers, x, cell = salt()
+    q = mirror * rotation()
+    before, after = predict(model, (numbers, x, cell)), predict(model, (numbers, x @ q.T, cell @ q.T))
+    close(before.energies, after.energies)
+    close(before.forces @ torch.from_numpy(q.T), after.forces)
+    close(q @ before.stresses[0].numpy() @ q.T, after.stresses[0])
+
+
+def test_translation_wrapping_and_other_lattice_vectors(model):
+    numbers, x, cell = salt()
+    before = predict(model, (numbers, x, cell))
+    wrapped = x + np.array([[1, 0, 0], [-2, 1, 0], [0, 0, 3], [0, 0, 0]]) @ cell
+    sheared = np.array([[1, 0, 0], [2, 1, 0], [-1, 3, 1]]) @ cell
+    for structure in ((numbers, x + 1.7, cell), (numbers, wrapped, cell), (numbers, x, sheared)):
+        after = predict(model, structure)
+        for a, b in zip(before, after):
+            close(a, b)
+
+
+def test_permutation(model):
+    numbers, x, cell = salt()
+    order = np.array([2, 0, 3, 1])
+    before, after = predict(model, (numbers, x, cell)), predict(model, (numbers[order], x[order], cell))
+    close(before.energies, after.energies)
+    close(before.forces[order], after.forces)
+
+
+def test_a_supercell_has_the_energy_of_its_cells(model):
+    numbers, x, cell = salt()
+    times = (2, 1, 3)
+    shifts = np.array([(a, b, c) for a in range(2) for b in range(1) for c in range(3)]) @ cell
+    big = np.tile(numbers, 6), (shifts[:, None] + x).reshape(-1, 3), np.diag(times) @ cell
+    before, after = predict(model, (numbers, x, cell)), predict(model, big)
+    close(6 * before.energies, after.energies)
+    close(before.forces.repeat(6, 1), after.forces)
+    close(before.stresses, after.stresses)
+
+
+def test_far_molecules_do_not_see_each_other(model):
+    a = np.array([12, 8]), np.array([[0.0, 0, 0], [1.8, 0, 0]]), None
+    both = np.tile(a[0], 2), np.concatenate([a[1], a[1] + 50]), None
+    close(2 * predict(model, a).energies, predict(model, both).energies)
+    single = predict(model, (a[0][:1], a[1][:1], None))
+    assert (single.forces == 0).all() and single.energies.isfinite().all()
+
+
+def test_padding_and_order_of_neighbours_do_not_matter(model):
+    g = graph([salt(), salt(1)], model.elements, model.cutoff)
+    before = model.predict(g)
+    more = -1 % g.others.shape[1] + 1 + 16
+    wide = torch.nn.functional.pad
+    atoms, slots = g.others.shape
+    extra = more - slots
+    reverse = torch.arange(atoms * more).view(atoms, more)
+    reverse[:, :slots] = g.reverse // slots * more + g.reverse % slots
+    padded = g._replace(
+        others=wide(g.others, (0, extra), value=5),
+        vectors=wide(g.vectors, (0, 0, 0, extra), value=0.7),  # what padding holds is never looked at
+        reverse=reverse,
+    )
+    after = model.predict(padded)
+    for a, b in zip(before, after):
+        close(a, b)
+    flip = torch.arange(slots).repeat(atoms, 1)
+    for row, n in zip(flip, g.counts.tolist()):
+        row[1:n] = row[1:n].flip(0)
+    where = torch.empty(atoms * slots, dtype=torch.int64)
+    old = torch.arange(atoms)[:, None] * slots + flip
+    where[old.flatten()] = torch.arange(atoms * slots)
+    turned = g._replace(
+        others=g.others.gather(1, flip),
+        vectors=g.vectors.gather(1, flip[..., None].expand(-1, -1, 3)),
+        reverse=where[g.reverse.gather(1, flip)],
+    )
+    for a, b in zip(before, model.predict(turned)):
+        close(a, b)
+
+
+# Smoothness and dynamics ---------------------------------------------------------------------------------------------
+
+
+def test_smooth_as_atoms_cross_the_cutoff(model):
+    """Energy, force and the force's slope are continuous where a third atom comes within reach of a pair."""
+
+    def at(distance):
+        x = np.array([[0.0, 0, 0], [2.0, 0, 0], [0.0, distance, 0]])
+        p = predict(model, (np.array([12, 8, 8]), x, None))
+        return p.energies[0], p.forces
+
+    h = 1e-3
+    (e0, f0), (e1, f1), (e2, f2) = (at(model.cutoff + s) for s in (-h, -1e-9, 1e-9))
+    close(e1, e2, 1e-12)
+    close(f1, f2, 1e-9)
+    assert (f0 - f1).abs().max() / h < 1e-2  # the slope falls to zero with the distance to the cutoff
+    steps = torch.linspace(-0.3, 0.3, 61, dtype=F64).tolist()
+    energies = torch.stack([at(model.cutoff + s)[0] for s in steps])
+    assert energies.diff().diff().abs().max() < 5 * (energies.max() - energies.min())
+
+
+def test_energy_is_conserved_without_a_thermostat(model):
+    """Velocity Verlet, in Å, eV and femtoseconds; the drift falls with the square of the step."""
+    numbers, x, cell = salt(scale=0.05)
+    masses = np.where(numbers == 12, 24.305, 15.999)[:, None]
+    acceleration = 9.6485e-3  # eV/Å/amu in Å/fs^2
+    drifts = []
+    for step, steps in ((2.0, 40), (1.0, 80)):
+        p, v, total = x, np.random.default_rng(3).normal(size=x.shape) * 3e-3, []
+        now = predict(model, (numbers, p, cell))
+        for _ in range(steps):
+            v = v + step / 2 * acceleration * now.forces.numpy() / masses
+            p = p + step * v
+            now = predict(model, (numbers, p, cell))
+            v = v + step / 2 * acceleration * now.forces.numpy() / masses
+            total.append(float(now.energies) + float((masses * v**2).sum()) / 2 / acceleration)
+        drifts.append(max(total) - min(total))
+    kinetic = float((masses * v**2).sum()) / 2 / acceleration
+    assert drifts[0] < 0.05 * max(kinetic, 0.1) and drifts[1] < drifts[0] / 2.5
