@@ -18,8 +18,8 @@ def torch_chunked(p: Problem) -> str | None:
 
 
 def _narrow_values(p: Problem) -> str | None:
-    """Tiles of v with 16 or 32 columns beside wider ones of q and k: on an H100 under Triton 3.6, 64 beside 32 gave wrong
-    results in bfloat16 and float32. Up to 64, float32 takes one width for both; without tensor cores nothing is wrong."""
+    """Tiles of v with 16 or 32 columns beside wider ones of q and k: under Triton 3.6, 64 beside 32 gave wrong results
+    on an H100, in bfloat16 and float32. float32 takes one width for both up to 64; "ieee" does without tensor cores."""
     if p.device.kind != "cuda" or not p.head_dim_v <= 32 < p.head_dim:
         return None
     if p.dtype == torch.float32 and (p.precision == "ieee" or p.head_dim <= 64):
