@@ -293,6 +293,8 @@ def _kind(dtype: torch.dtype, precision: str | None) -> str:
     return precision or {F16: "f16", BF16: "bf16"}[dtype]
 
 
+_MOST: dict[str, Any] = {"bias": "1hqk", "causal": True, "window": (200, None), "sinks": True, "kv_lens": True}
+_MOST |= {"scale": 0.2, "layout": "bshd"}
 _FILLED: tuple[tuple[str, int, tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
     ("window", 4, (777, 777), 64, BF16, {"window": (100, None), "causal": True}),
     ("window both", 2, (777, 600), 128, F16, {"window": (65, 31)}),
@@ -399,21 +401,8 @@ GPU: tuple[Case, ...] = (
     ),
     Case(
         "filled everything",
-        4,
-        8,
-        2,
-        333,
-        432,
-        80,
-        48,
-        BF16,
-        bias="1hqk",
-        causal=True,
-        window=(200, None),
-        sinks=True,
-        kv_lens=True,
-        scale=0.2,
-        layout="bshd",
+        *(4, 8, 2, 333, 432, 80, 48, BF16),
+        **_MOST,
     ),
     Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
@@ -430,14 +419,8 @@ GPU: tuple[Case, ...] = (
     Case(
         "everything",
         *(3, 8, 2, 333, 421, 80, 48, BF16),
-        bias="1hqk",
-        causal=True,
-        window=(200, None),
+        **_MOST,
         softcap=5.0,
-        sinks=True,
-        kv_lens=True,
-        scale=0.2,
-        layout="bshd",
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     *(
@@ -486,15 +469,8 @@ GPU: tuple[Case, ...] = (
 
 _QUICK = (
     *("bf16 32x32", "bf16 64x64", "bf16 128x128", "tf32x3 64x64", "tf32x3 192x128", "f16 128", "tf32 64", "ieee 32"),
-    *(
-        "square 1024 causal",
-        "one query",
-        "rows with nothing",
-        "window both f32",
-        "softcap",
-        "sinks",
-        "large scores f16",
-    ),
+    *("square 1024 causal", "one query", "rows with nothing", "window both f32"),
+    *("softcap", "sinks", "large scores f16"),
     *("bias bhqk", "bias 1hqk f32", "bias b11k", "bias bhq1 f32", "bias 1hqk -inf f16", "kv_lens", "varlen"),
     *("varlen everything", "everything", "over 65535 heads"),
     *("filled 64x64", "filled 128x128", "filled bias bhqk 64", "filled everything"),
