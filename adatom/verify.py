@@ -102,6 +102,11 @@ def _rms(x: Tensor) -> float:
     return math.sqrt(float(finite.square().mean())) if finite.numel() else 0.0
 
 
+def _term_floor(trial: Trial, want: Tensor, biggest: float) -> float:
+    """Relative error always allowed in what terms as large as the largest of a pass may have left: their rounding."""
+    return (2.0**-53 if trial.x.q.dtype == torch.float64 else 2.0**-24) * min(biggest / max(_rms(want), 1e-30), 16.0)
+
+
 def _sum_floor(trial: Trial, name: str, want: Tensor, biggest: float) -> float:
     """Relative error always allowed in the gradient of a bias or sink: that of a float32 sum over so many scores."""
     if not name.startswith(("dbias", "dsinks")) or not want.numel():
@@ -127,7 +132,7 @@ def judge(trial: Trial, op: str, results: Tensors) -> tuple[str, float, str]:
             return name, math.inf, f"{nans} NaN, {wrong} elements finite or infinite where the truth is not"
         whole, row = _errors(name, got, want, biggest)
         theirs = [_errors(name, other[name], want, biggest) for other in yardsticks]
-        least = floor + _sum_floor(trial, name, want, biggest)
+        least = floor + _term_floor(trial, want, biggest) + _sum_floor(trial, name, want, biggest)
         whole_allowed = 2 * max(e[0] for e in theirs if math.isfinite(e[0])) + least
         row_allowed = 4 * max(e[1] for e in theirs if math.isfinite(e[1])) + 4 * least
         ratio = max(whole / whole_allowed, row / row_allowed)

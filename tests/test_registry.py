@@ -98,8 +98,8 @@ def test_what_hopper_does_not_take(change, words):
         ({"causal": True}, 0),
         ({"window": (10, 5)}, 16),
         ({"window": (20, None), "causal": True}, 32),
-        ({"window": (None, 5)}, 128),
-        ({"window": (500, 500)}, 128),
+        ({"window": (None, 5)}, 256),
+        ({"window": (500, 500)}, 256),
     ],
 )
 def test_keys_of_a_window(options, keys):
