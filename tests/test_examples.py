@@ -4,18 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def example(name):

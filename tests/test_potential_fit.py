@@ -17,13 +17,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "potential"
 TINY = {"width": 8, "heads": 2, "kv_heads": 1, "cutoff": 3.2, "radial": 6}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other over tiny products cost far more than they save on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def script(name):
