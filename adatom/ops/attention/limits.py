@@ -79,6 +79,9 @@ def triton_second(p: Problem) -> str | None:
     wide = max(p.head_dim, p.head_dim_v) > 128 and p.dtype == torch.float32 and p.precision != "tf32"
     if wide and p.device.kind == "cuda" and p.device.shared_memory < 128 * 1024:
         return f"{p.precision} beyond head_dim 128 needs 128 KB of shared memory; sm_{p.device.arch} has less"
+    biased = p.bias != "none" and p.dtype == torch.float32 and p.precision == "tf32x3"
+    if biased and max(p.head_dim, p.head_dim_v) <= 64 and p.device.kind == "cuda" and 100 <= p.device.arch < 120:
+        return f"tf32x3 under a bias has a tile that overflows the tensor memory of sm_{p.device.arch}"
     return None
 
 
