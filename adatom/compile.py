@@ -7,7 +7,6 @@ shared memory, tensor-core and TMA instructions.
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -32,10 +31,6 @@ from rich.table import Table
 
 from adatom import device, registry
 from adatom.device import Device
-from adatom.ops.attention import cases
-from adatom.ops.attention.api import inputs_of
-from adatom.ops.attention.cases import Case
-from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out, problem
 from adatom.tiles.launch import observed
 
 # Multiprocessors and usable bytes of shared memory of one device of each architecture (CUDA programming guide).
@@ -47,20 +42,7 @@ DEVICES = {
     100: Device("cuda", 100, 148, 232448),
     120: Device("cuda", 120, 170, 101376),
 }
-# A thin selection for CI: each kernel, each kind of arithmetic, each option that changes much code once.
 QUICK_ARCHS = (80, 90, 100)
-QUICK_CASES = (
-    "bf16 64 full",
-    "bf16 128 causal",
-    "tf32x3 64 full",
-    "tf32 64 causal",
-    "ieee 32 full",
-    "bf16 64 bias 1hqk causal",
-    "bf16 64 bias b11k",
-    "bf16 64 window causal sinks",
-    "bf16 64 varlen causal",
-)
-QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
 
 
 class Spec(NamedTuple):
@@ -157,35 +139,6 @@ def kernel_rows() -> list[registry.Row]:
     return [row for row in registry.ROWS if row.target.split(".")[-1].startswith(("triton_", "hopper_"))]
 
 
-def _arguments(op: str, x: Inputs, o: Options) -> tuple[Any, ...]:
-    """The arguments of a launcher of pass `op`: results and cotangents are unwritten tensors of the right layout."""
-    if op == "attention_fwd":
-        return x, o
-    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
-    moved = [empty_like(t) if t is not None and t.is_floating_point() else None for t in x[:5]]
-    bias_grad = x.bias is not None and x.bias.requires_grad
-    return {
-        "attention_bwd": (x, o, out, lse, out, None, bias_grad),
-        "attention_bwd_bwd": (x, o, out, lse, out, None, *moved, bias_grad),
-        "attention_jvp": (x, o, out, lse, *moved),
-    }[op]
-
-
-def selection(quick: bool) -> tuple[Case, ...]:
-    """The cases of COMPILE, so long that kernels use what pays only at length (tensor descriptors), and those of
-    COMPILE_TILE; then short and of odd lengths. Quick: those of QUICK_CASES and QUICK_TILES, only the first odd."""
-    chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
-
-    def resized(case: Case, factor: int, more: int) -> Case:
-        seqlen_q, seqlen_k = (n * factor + more for n in (case.seqlen_q, case.seqlen_k))
-        return case._replace(name=case.name + (" odd" if more else ""), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-
-    long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
-    tiles = [case for case in cases.COMPILE_TILE if not quick or case.name in QUICK_TILES]
-    odd = [case for case in chosen if not quick or case.name == QUICK_CASES[0]]
-    return (*long, *tiles, *(resized(case, 1, -3) for case in odd))
-
-
 class Collector:
     """Takes launches instead of running them; `specs` are the different specialisations among them.
 
@@ -225,20 +178,24 @@ class Collector:
             triton.knobs.runtime.jit_cache_hook = hook
 
 
-def collect(archs: list[int], chosen: tuple[Case, ...], wanted: Callable[[str], bool] = bool) -> list[Spec]:
+def selection(quick: bool) -> list[tuple[str, Any]]:
+    """The cases of every op that reach its kernels, as (op, case); quick: a thin selection for CI."""
+    return [(op, case) for op in registry.PASSES for case in registry.part(op, "trial").selection(quick)]
+
+
+def collect(archs: list[int], chosen: Sequence[tuple[str, Any]], wanted: Callable[[str], bool] = bool) -> list[Spec]:
     """Every different specialisation that the kernel rows launch for these cases on these architectures."""
     collector = Collector(wanted)
-    for case in chosen:
-        given = cases.make(case, "cpu")
-        if case.bias_grad and "bias" in given:
-            given["bias"].requires_grad_(given["bias"].is_floating_point())
-        x, o, _ = inputs_of(**given)
-        for arch, row in itertools.product(archs, kernel_rows()):
+    for op, case in chosen:
+        pose, arguments = registry.part(op, "trial").blank(case)
+        mine = [row for row in kernel_rows() if row.op in registry.PASSES[op]]
+        for arch in archs:
             with device.pretend(DEVICES[arch]):
-                if row.unfit(problem(x, o, x.bias is not None and x.bias.requires_grad)) is not None:
-                    continue
-            run = partial(registry.load(row.target), *_arguments(row.op, x, o))
-            collector.take(arch, row.op, row.backend, case.name, run)
+                posed = pose()
+                fit = [row for row in mine if row.unfit(posed) is None]
+            for row in fit:
+                run = partial(registry.load(row.target), *arguments[row.op])
+                collector.take(arch, row.op, row.backend, case.name, run)
     return list(collector.specs.values())
 
 

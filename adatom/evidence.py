@@ -89,6 +89,19 @@ def on_gpu(target: str) -> bool:
     return target.split(":")[0].rsplit(".", 1)[-1].startswith(_DEVICE)
 
 
+def beside(path: Path, machine: dict[str, Any], ops: set[str]) -> list[Proof]:
+    """The proofs of a record that new ones of the passes `ops` leave standing: those of other passes. ValueError if the
+    record is of another GPU or other versions than `machine`."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    kept = [Proof(**row) for row in record["rows"] if row["op"] not in ops]
+    for what in ("gpu", "versions"):
+        if kept and record[what] != machine[what]:
+            raise ValueError(f"{path} is of {what} {record[what]}, this is {machine[what]}; name another file")
+    return kept
+
+
 def write(path: Path, machine: dict[str, Any], proofs: list[Proof]) -> None:
     """Write one machine's record: `machine` (names, versions, commit, date, verdict) and a line for each proof."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,6 +67,20 @@ PASSES: dict[str, tuple[str, ...]] = {
 }
 
 
+def op_of(op: str) -> str:
+    """The op that a pass belongs to, or the op itself. Raises ValueError for neither."""
+    for name, passes in PASSES.items():
+        if op == name or op in passes:
+            return name
+    known = (name for op, passes in PASSES.items() for name in (op, *passes))
+    raise ValueError(f"adatom: no op {op!r}; there are: {', '.join(known)}")
+
+
+def part(op: str, name: str) -> Any:
+    """A file of the folder of an op, or of one of its passes: its api, cases or trial."""
+    return importlib.import_module(f"adatom.ops.{op_of(op)}.{name}")
+
+
 class Verdict(NamedTuple):
     """One line of `explain`: a row of pass `op`, and why it is unfit (None if it can run)."""
 
@@ -163,6 +177,5 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     if op not in PASSES:
         raise ValueError(f"adatom: no op {op!r}; there are: {', '.join(PASSES)}")
-    api = importlib.import_module(f"adatom.ops.{op}.api")
-    problem, backend = api.problem_of(*args, **kwargs)
+    problem, backend = part(op, "api").problem_of(*args, **kwargs)
     return Explanation(v for p in PASSES[op] for v in verdicts(p, problem, backend))

@@ -1,18 +1,19 @@
 """Kernels against float64: values, gradients, second gradients and tangents, row by row. `adatom verify`.
 
 The truth is `reference`, in float64, on the inputs as the kernel gets them. The yardstick is what PyTorch errs in the
-kernel's own precision: dense attention differentiated by autograd, or, where that is worse, the reference's formulas.
-An output passes if
+kernel's own precision: eager code differentiated by autograd, or, where that is worse, the reference's formulas. Both
+are in the trial.py of each op. An output passes if
 
-    its relative L2 error          <= 2 x PyTorch's + a rounding floor (trial.floor), and
+    its relative L2 error          <= 2 x PyTorch's + a rounding floor (Trial.least), and
     the error of its worst row     <= 4 x that of PyTorch's worst row + 4 floors
 
 (worst rows scatter more), and it has the right shape and dtype, is finite exactly where the truth is, and, for
 deterministic rows, comes out bit for bit the same when run again. Fresh buffers are filled with NaN beforehand, and
 NaN never passes. The ratio that is reported is error / allowed error, the worse of the two criteria.
 
-A row of a derivative is given out and lse by the first forward row of its own backend, as in use; if its backend has
-none, by the truth, rounded to their dtypes. So a wrong forward also fails the derivatives of its backend, and no other.
+A row of a derivative is given the results of the first forward row of its own backend, as in use; if its backend has
+none, those of the truth, rounded to their dtypes. So a wrong forward also fails the derivatives of its backend, and no
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -35,15 +36,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch.overrides import TorchFunctionMode
 
 from adatom import evidence, registry
 from adatom.device import facts, versions
-from adatom.ops.attention import api
-from adatom.ops.attention import cases as attention
-from adatom.ops.attention.cases import Case
-from adatom.ops.attention.problem import poisoned, problem
-from adatom.ops.attention.trial import OUTPUTS, Tensor, Tensors, Trial, named
 from adatom.registry import Row
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+Task = tuple[Any, tuple[Row, ...]]  # a case, and the rows to judge on it
 
 
 class Result(NamedTuple):
@@ -61,6 +62,16 @@ class Result(NamedTuple):
     def ok(self) -> bool:
         """Whether the row passed. NaN does not."""
         return self.ratio <= 1
+
+
+class Poisoned(TorchFunctionMode):
+    """While active, what PyTorch allocates without writing holds NaN: an element that a kernel never writes shows."""
+
+    _BLANK = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.fill_(math.nan) if func in self._BLANK and made.is_floating_point() else made
 
 
 # Judging -----------------------------------------------------------------------------------------------------------
@@ -97,34 +108,28 @@ def _errors(name: str, got: Tensor, want: Tensor, biggest: float) -> tuple[float
     return whole, math.sqrt(float((wrong / (squares + 0.1 * mean)).max()))
 
 
-def _rms(x: Tensor) -> float:
+def rms(x: Tensor) -> float:
+    """Root mean square of what is finite."""
     finite = x[x.isfinite()].double()
     return math.sqrt(float(finite.square().mean())) if finite.numel() else 0.0
 
 
-def _term_floor(trial: Trial, want: Tensor, biggest: float) -> float:
-    """Relative error always allowed in what terms as large as the largest of a pass may have left: their rounding."""
-    return (2.0**-53 if trial.x.q.dtype == torch.float64 else 2.0**-24) * min(biggest / max(_rms(want), 1e-30), 16.0)
+def named(op: str, values: Iterable[Tensor | None]) -> Tensors:
+    """The results of a pass by name, without those that are None."""
+    outputs = registry.part(op, "trial").OUTPUTS[op]
+    return {name: value for name, value in zip(outputs, values) if value is not None}
 
 
-def _sum_floor(trial: Trial, name: str, want: Tensor, biggest: float) -> float:
-    """Relative error always allowed in the gradient of a bias or sink: that of a float32 sum over so many scores."""
-    if not name.startswith(("dbias", "dsinks")) or not want.numel():
-        return 0.0
-    terms = trial.x.q[..., 0].numel() * trial.x.k.shape[0 if trial.x.q.dim() == 3 else 2] / want.numel()
-    return 2.0**-24 * math.sqrt(terms) * biggest / max(_rms(want), 1e-30)
-
-
-def judge(trial: Trial, op: str, results: Tensors) -> tuple[str, float, str]:
+def judge(trial: Any, op: str, results: Tensors) -> tuple[str, float, str]:
     """(output, ratio, problem in words) of the worst output of a pass."""
     truth, yardsticks = trial.truth(op), trial.yardsticks(op)
     missing, extra = truth.keys() - results.keys(), results.keys() - truth.keys()
     if missing or extra:
         return ", ".join(sorted(missing | extra)), math.inf, "missing" if missing else "not asked for"
-    biggest, floor = max(_rms(t) for t in truth.values()), trial.floor
+    biggest = max(rms(t) for t in truth.values())
     worst = ("", 0.0, "")
     for name, want in truth.items():
-        got, like = results[name], yardsticks[1][name]
+        got, like = results[name], yardsticks[-1][name]
         if got.shape != like.shape or got.dtype != like.dtype:
             return name, math.inf, f"is {got.dtype}{list(got.shape)}, not {like.dtype}{list(like.shape)}"
         if not torch.equal(got.isfinite(), want.isfinite()) or bool(got.isnan().any()):
@@ -132,7 +137,7 @@ def judge(trial: Trial, op: str, results: Tensors) -> tuple[str, float, str]:
             return name, math.inf, f"{nans} NaN, {wrong} elements finite or infinite where the truth is not"
         whole, row = _errors(name, got, want, biggest)
         theirs = [_errors(name, other[name], want, biggest) for other in yardsticks]
-        least = floor + _term_floor(trial, want, biggest) + _sum_floor(trial, name, want, biggest)
+        least = trial.least(name, want, biggest)
         whole_allowed = 2 * max(e[0] for e in theirs if math.isfinite(e[0])) + least
         row_allowed = 4 * max(e[1] for e in theirs if math.isfinite(e[1])) + 4 * least
         ratio = max(whole / whole_allowed, row / row_allowed)
@@ -151,25 +156,26 @@ def _launcher(row: Row) -> Callable[..., Any]:
     return row.target if callable(row.target) else registry.load(row.target)
 
 
-def _forward(row: Row, trial: Trial) -> tuple[Tensor, ...]:
-    """(out, lse) by the first fit forward row of the backend of a derivative; () if there is none."""
-    if row.op == "attention_fwd":
+def _forward(row: Row, trial: Any) -> tuple[Tensor, ...]:
+    """What the first fit forward row of the backend of a derivative returns; () if there is none."""
+    forward_pass = registry.PASSES[registry.op_of(row.op)][0]
+    if row.op == forward_pass:
         return ()
-    for forward in registry.rows("attention_fwd"):
+    for forward in registry.rows(forward_pass):
         if row.backend.startswith(forward.backend) and forward.unfit(trial.problem) is None:
             if forward.backend not in trial.forwards:
-                trial.forwards[forward.backend] = _launcher(forward)(trial.x, trial.o)
+                trial.forwards[forward.backend] = _launcher(forward)(*trial.arguments(forward_pass))
             return trial.forwards[forward.backend]
     return ()
 
 
-def examine(row: Row, trial: Trial) -> Result:
+def examine(row: Row, trial: Any) -> Result:
     """Run a row on a trial and judge what comes out. Whatever it raises is a failure of the row."""
     name, launcher, device = trial.case.name, _launcher(row), trial.problem.device
     interpreted = device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
     once = not row.deterministic or interpreted
     try:
-        with poisoned():
+        with Poisoned():
             arguments = trial.arguments(row.op, *_forward(row, trial))
             results = named(row.op, launcher(*arguments))
             again = results if once else named(row.op, launcher(*arguments))
@@ -182,43 +188,41 @@ def examine(row: Row, trial: Trial) -> Result:
         if not _same_bits(results[output], again[output]):
             return Result(row.op, row.backend, name, output, math.inf, "differs from run to run")
     del again
-    if not trial.case.huge:
-        return Result(row.op, row.backend, name, *judge(trial, row.op, results))
-    ends = (0, trial.case.batch - 1)  # addresses overflow at the last one, if at all
-    judged = [judge(trial.part(i), row.op, {k: t[i : i + 1] for k, t in results.items()}) for i in ends]
+    judged = [judge(part, row.op, some) for part, some in trial.parts(results)]
     return Result(row.op, row.backend, name, *max(judged, key=lambda j: j[1]))
 
 
 # Running -----------------------------------------------------------------------------------------------------------
 
 
-def passes_of(op: str) -> tuple[str, ...]:
-    """The passes that `op` names: all of an op's, or itself."""
-    if op in OUTPUTS:
-        return (op,)
-    if op not in registry.PASSES:
-        raise ValueError(f"adatom: no op {op!r}; there are: {', '.join((*registry.PASSES, *OUTPUTS))}")
-    return registry.PASSES[op]
-
-
-def rows_of(op: str, backend: str | None = None) -> tuple[Row, ...]:
-    """The rows of an op's passes; with `backend`, those of that name and its variants."""
-    rows = (row for p in passes_of(op) for row in registry.rows(p))
+def rows_of(op: str | None = None, backend: str | None = None) -> tuple[Row, ...]:
+    """The rows of an op, of one of its passes, or of everything; with `backend`, those of it and its variants."""
+    ops = registry.PASSES if op is None else (op,)
+    passes = [p for name in ops for p in registry.PASSES.get(name, (name,)) if registry.op_of(p)]
+    rows = (row for p in passes for row in registry.rows(p))
     return tuple(r for r in rows if backend is None or registry.serves(backend, r.backend))
 
 
-def cases_of(device: torch.device, quick: bool = False) -> tuple[Case, ...]:
-    """The cases for a device."""
+def cases_of(op: str, device: torch.device, quick: bool = False) -> tuple[Any, ...]:
+    """The cases of an op for a device."""
+    cases = registry.part(op, "cases")
     if device.type == "cuda":
-        return attention.QUICK if quick else attention.GPU
-    return attention.SMALL[::4] if quick else attention.SMALL
+        return cases.QUICK if quick else cases.GPU
+    return cases.SMALL[::4] if quick else cases.SMALL
 
 
-def examine_case(case: Case, rows: Sequence[Row], device: torch.device) -> list[Result]:
-    """Every row that is fit for the case, judged on it."""
-    if case.huge and torch.cuda.mem_get_info(device)[0] < 60 * 2**30:
+def tasks_of(rows: Sequence[Row], device: torch.device, quick: bool = False) -> list[Task]:
+    """Each case for a device with those of the rows that are its op's."""
+    ops = dict.fromkeys(registry.op_of(row.op) for row in rows)
+    mine = {op: tuple(row for row in rows if registry.op_of(row.op) == op) for op in ops}
+    return [(case, mine[op]) for op in ops for case in cases_of(op, device, quick)]
+
+
+def examine_case(case: Any, rows: Sequence[Row], device: torch.device) -> list[Result]:
+    """Every row that is fit for the case, judged on it. The rows are of one op."""
+    if not rows or case.huge and torch.cuda.mem_get_info(device)[0] < 60 * 2**30:
         return []
-    trial = Trial(case, device)
+    trial = registry.part(rows[0].op, "trial").Trial(case, device)
     posed = trial.problem
     fit = [row for row in rows if row.refuses(posed) is None]
     if case.huge:  # PyTorch's rows would need several times the memory
@@ -247,8 +251,8 @@ def alive(device: torch.device) -> bool:
 
 
 def run(
-    op: str = "attention",
-    cases: Sequence[Case] | None = None,
+    op: str | None = None,
+    cases: Sequence[Any] | None = None,
     rows: Sequence[Row] | None = None,
     device: torch.device | str | None = None,
     jobs: int = 1,
@@ -256,13 +260,21 @@ def run(
 ) -> list[Result]:
     """Judge rows on cases, each row on each case it is fit for.
 
-    cases: default, those for the device. rows: default, the registry's for `op`, an op or one of its passes; a row's
-    target may also be a launcher itself. jobs: processes over which the cases, and the compiling, are spread. done:
-    called with the results of each case.
+    cases: default, those for the device; if given, of the one op that the rows are of. rows: default, the registry's
+    for `op`: an op, one of its passes, or None for everything; a row's target may also be a launcher itself. jobs:
+    processes over which the cases, and the compiling, are spread. done: called with the results of each case.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = rows_of(op) if rows is None else tuple(rows)
-    todo = cases_of(where) if cases is None else tuple(cases)
+    return judge_all(
+        tasks_of(chosen, where) if cases is None else [(case, chosen) for case in cases], where, jobs, done
+    )
+
+
+def judge_all(
+    tasks: Sequence[Task], device: torch.device, jobs: int = 1, done: Callable[[list[Result]], None] | None = None
+) -> list[Result]:
+    """The results of all tasks; see `run`."""
     results: list[Result] = []
 
     def collect(some: list[Result]) -> None:
@@ -270,30 +282,30 @@ def run(
         if done is not None:
             done(some)
 
-    shared = [case for case in todo if not case.huge] if jobs > 1 else []
-    for some in spread(shared, chosen, where, jobs):
+    shared = [task for task in tasks if not task[0].huge] if jobs > 1 else []
+    for some in spread(shared, device, jobs):
         collect(some)
-    for case in todo:
+    for case, rows in tasks:
         if not shared or case.huge:
-            collect(examine_case(case, chosen, where))
+            collect(examine_case(case, rows, device))
     return results
 
 
-def spread(cases: Sequence[Case], rows: Sequence[Row], device: torch.device, jobs: int) -> Iterator[list[Result]]:
+def spread(tasks: Sequence[Task], device: torch.device, jobs: int) -> Iterator[list[Result]]:
     """The results of each case, examined by `jobs` processes. One whose GPU crashed is replaced."""
     context = torch.multiprocessing.get_context("spawn")
     todo, found = context.SimpleQueue(), context.SimpleQueue()
-    for case in (*cases, *[None] * jobs):
-        todo.put(case)
+    for task in (*tasks, *[None] * jobs):
+        todo.put(task)
 
     def start() -> Any:
-        process = context.Process(target=_examine_all, args=(todo, found, rows, device), daemon=True)
+        process = context.Process(target=_examine_all, args=(todo, found, device), daemon=True)
         process.start()
         return process
 
-    processes = [start() for _ in range(min(jobs, len(cases)))]
+    processes = [start() for _ in range(min(jobs, len(tasks)))]
     try:
-        for _ in cases:
+        for _ in tasks:
             while found.empty() and any(process.is_alive() for process in processes):
                 time.sleep(0.05)
             if found.empty():
@@ -308,10 +320,11 @@ def spread(cases: Sequence[Case], rows: Sequence[Row], device: torch.device, job
             process.join()  # its memory is free
 
 
-def _examine_all(todo: Any, found: Any, rows: Sequence[Row], device: torch.device) -> None:
+def _examine_all(todo: Any, found: Any, device: torch.device) -> None:
     """What a process does: cases from `todo`, until there is none or the GPU no longer answers."""
     torch.set_num_threads(1)
-    while (case := todo.get()) is not None:
+    while (task := todo.get()) is not None:
+        case, rows = task
         try:
             results = examine_case(case, rows, device)
         except Exception as error:
@@ -324,65 +337,24 @@ def _examine_all(todo: Any, found: Any, rows: Sequence[Row], device: torch.devic
             return
 
 
-def shrunk(case: Case, seqlen: int) -> Case:
-    """The case with its options, dims and ratio of heads, but small: lengths up to `seqlen`, at most two groups of
-    heads."""
-    group = case.heads // case.kv_heads
-    kv_heads = min(case.kv_heads, 2)
-    return case._replace(
-        batch=min(case.batch, 4 if case.varlen else 2),
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        seqlen_q=min(case.seqlen_q, seqlen),
-        seqlen_k=min(case.seqlen_k, seqlen + 37),
-    )
+def passes(case: Any, row: Row, device: str | None = None) -> bool:
+    """Whether a row is right on a small version of a case; what a speed must pass before it is shown. A row that is not
+    fit for the case does not pass."""
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    judged = (_judged(small, row, where) for small in registry.part(row.op, "trial").shrunk(case, where != "cpu"))
+    results = next((some for some in judged if some), [])
+    return bool(results) and all(result.ok for result in results)
 
 
 @cache
-def passes(case: Case, row: Row, device: str | None = None) -> bool:
-    """Whether a row is right on a small version of a case; what a speed must pass before it is shown. A row that is not
-    fit for the case does not pass."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    small = shrunk(case, 300 if where.type == "cuda" else 40)
-    results = examine_case(small, [row], where)
-    if not results and not small.varlen:  # some kernels leave small problems and odd rows of a bias to others
-        results = examine_case(small._replace(batch=32, seqlen_k=min(case.seqlen_k, 336)), [row], where)
-    return bool(results) and all(result.ok for result in results)
+def _judged(case: Any, row: Row, device: str) -> list[Result]:
+    return examine_case(case, [row], torch.device(device))
 
 
 # The command -------------------------------------------------------------------------------------------------------
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-
-
-def _numbers(text: str, counts: tuple[int, ...], option: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",") if part.strip().lstrip("-").isdigit()]
-    if len(numbers) != text.count(",") + 1 or len(numbers) not in counts:
-        wanted = " or ".join(str(count) for count in counts)
-        raise typer.BadParameter(f"{wanted} integers separated by commas, not {text!r}", param_hint=option)
-    return numbers
-
-
-def _own_case(shape: str, dtype: str, window: str | None, **options: Any) -> Case:
-    """The case that the command's options describe."""
-    numbers = _numbers(shape, (4, 7), "--shape")
-    if len(numbers) == 4:
-        batch, heads, seqlen, dim = numbers
-        numbers = [batch, heads, heads, seqlen, seqlen, dim, dim]
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"one of {', '.join(DTYPES)}, not {dtype!r}", param_hint="--dtype")
-    bias = options["bias"]
-    fits = all(given in ("1", letter) for given, letter in zip(bias, "bhqk"))
-    if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool", "-far")):
-        hint = "four letters, bhqk or 1 where it broadcasts, then nothing, -inf, -bool or -far: 1hqk, b11k-bool"
-        raise typer.BadParameter(f"{hint}; not {bias!r}", param_hint="--bias")
-    if bias and options["varlen"]:
-        raise typer.BadParameter("packed sequences take no bias", param_hint="--bias")
-    if window is not None:
-        options["window"] = tuple(_numbers(window, (2,), "--window"))
-    names: dict[str, Any] = dict(zip(Case._fields[1:8], numbers))
-    return Case(name="yours", dtype=DTYPES[dtype], **names, **options)
 
 
 def table(results: Sequence[Result], rows: Sequence[Row], unfit: dict[Row, str]) -> Table:
@@ -395,7 +367,7 @@ def table(results: Sequence[Result], rows: Sequence[Row], unfit: dict[Row, str])
             where = escape(f"{worst.case}: {worst.output}")
             verdict = f"[red]{failed} FAILED" if failed else "[green]ok"
             out.add_row(
-                row.op.split("_", 1)[-1],
+                row.op,
                 row.backend,
                 str(len(mine)),
                 f"{worst.ratio:.2f}" if worst.ratio < 100 else f"{worst.ratio:.0e}",
@@ -403,9 +375,7 @@ def table(results: Sequence[Result], rows: Sequence[Row], unfit: dict[Row, str])
                 verdict,
             )
         else:
-            out.add_row(
-                row.op.split("_", 1)[-1], row.backend, "0", "", "[dim]" + escape(unfit.get(row, "fit for no case")), ""
-            )
+            out.add_row(row.op, row.backend, "0", "", "[dim]" + escape(unfit.get(row, "fit for no case")), "")
     return out
 
 
@@ -450,17 +420,43 @@ def proofs(results: Sequence[Result], rows: Sequence[Row]) -> list[evidence.Proo
     return out
 
 
+def _refusals(rows: Sequence[Row], tasks: Sequence[Task], device: torch.device) -> dict[Row, str]:
+    """Why each row does not take the first case of its op."""
+    refusals: dict[Row, str] = {}
+    for op in {registry.op_of(row.op) for row in rows}:
+        first = next(case for case, mine in tasks if registry.op_of(mine[0].op) == op)
+        posed = registry.part(op, "trial").Trial(first, device).problem
+        refusals |= {row: row.refuses(posed) or "fit for no case" for row in rows if registry.op_of(row.op) == op}
+    return refusals
+
+
+def own_case(op: str, shape: str | None, dtype: str, options: dict[str, Any]) -> Any:
+    """The case of an op that the command's options describe. Raises ValueError, TypeError or NotImplementedError."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
+    if shape is not None and not all(part.strip().isdigit() for part in shape.split(",")):
+        raise ValueError(f"--shape takes integers separated by commas, not {shape!r}")
+    numbers = None if shape is None else [int(part) for part in shape.split(",")]
+    return registry.part(op, "trial").own(numbers, DTYPES[dtype], **options)
+
+
 def command(
-    op: Annotated[str, typer.Argument(help="attention (every pass), or one pass such as attention_bwd.")] = "attention",
+    op: Annotated[
+        str | None, typer.Argument(help="An op (attention: every pass) or a pass (attention_bwd); default: everything.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, in about a minute.")] = False,
-    record: Annotated[Path | None, typer.Option(help="Write the evidence: evidence/<gpu>.json.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Your own case: B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the evidence: evidence/<gpu>.json; of one op, beside what it holds.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Your own case; of attention, B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="f16, bf16, f32 or f64.")] = None,
     precision: Annotated[str | None, typer.Option(help="Of float32 products: tf32x3, tf32 or ieee.")] = None,
     bias: Annotated[
-        str, typer.Option(help="bhqk, with 1 where it broadcasts; then -inf, -bool or -far: 1hqk, b11k-bool.")
-    ] = "",
+        str | None, typer.Option(help="bhqk, with 1 where it broadcasts; then -inf, -bool or -far: 1hqk, b11k-bool.")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = None,
     softcap: Annotated[float | None, typer.Option()] = None,
@@ -479,31 +475,30 @@ def command(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch sees no CUDA device", param_hint="--device")
+    given = {"precision": precision, "bias": bias, "causal": causal, "window": window, "softcap": softcap}
+    options = {k: v for k, v in {**given, "sinks": sinks, "kv_lens": kv_lens, "varlen": varlen}.items() if v}
+    own = bool(shape or dtype or options)
+    if record is not None and (where.type != "cuda" or own or quick or backend):
+        raise typer.BadParameter("evidence takes a GPU and all cases and rows of an op", param_hint="--record")
+    op = op or ("attention" if own else None)
     try:
         rows = rows_of(op, backend)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="op") from None
     if not rows:
         known = ", ".join(dict.fromkeys(row.backend for row in rows_of(op)))
-        raise typer.BadParameter(f"no backend {backend!r} for {op}; there are: {known}", param_hint="--backend")
-    own = any((shape, dtype, precision, bias, causal, window, softcap, sinks, kv_lens, varlen))
-    if record is not None and (where.type != "cuda" or own or quick):
-        raise typer.BadParameter("evidence takes a GPU and all of its cases", param_hint="--record")
-    if own:
-        options = {"precision": precision, "bias": bias, "causal": causal, "softcap": softcap, "sinks": sinks}
-        default = "4,8,512,64" if where.type == "cuda" else "2,2,40,32"
-        case = _own_case(shape or default, dtype or "f32", window, kv_lens=kv_lens, varlen=varlen, **options)
-        try:
-            api.inputs_of(**attention.make(case, "cpu"))
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise typer.BadParameter(str(error)) from None
-        todo: tuple[Case, ...] = (case,)
-    else:
-        todo = cases_of(where, quick)
+        raise typer.BadParameter(
+            f"no backend {backend!r} for {op or 'any op'}; there are: {known}", param_hint="--backend"
+        )
+    try:
+        todo = [(own_case(op, shape, dtype or "f32", options), rows)] if own and op else tasks_of(rows, where, quick)
+        kept = [] if record is None else evidence.beside(record, machine(where), {row.op for row in rows})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
     processes = jobs or (min(8, len(os.sched_getaffinity(0)), len(todo)) if where.type == "cuda" else 1)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"{op} on {where.type}", total=len(todo))
+        task = progress.add_task(f"{op or 'everything'} on {where.type}", total=len(todo))
 
         def done(some: list[Result]) -> None:
             progress.advance(task)
@@ -512,12 +507,11 @@ def command(
                     line = f"{result.op} {result.backend}, {result.case}: {result.output} {result.problem}"
                     progress.console.print(escape(line), style="red", highlight=False, soft_wrap=True)
 
-        results = run(op, todo, rows, where, processes, done)
-    posed = problem(*api.inputs_of(**attention.make(todo[0], where))[:2])
-    console.print(table(results, rows, {row: row.refuses(posed) or "fit for no case" for row in rows}))
+        results = judge_all(todo, where, processes, done)
+    console.print(table(results, rows, _refusals(rows, todo, where)))
     console.print("worst: error / allowed error, which PyTorch's own error in the same precision sets")
     if record is not None:
-        evidence.write(record, machine(where), proofs(results, rows))
+        evidence.write(record, machine(where), [*kept, *proofs(results, rows)])
         console.print(f"wrote {record}")
     if not results:
         console.print("nothing ran", style="red")

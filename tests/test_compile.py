@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from adatom import compile as compiling
 from adatom.cli import app
 from adatom.ops.attention.cases import COMPILE, COMPILE_TILE
+from adatom.ops.attention.trial import QUICK_CASES, QUICK_TILES
 
 ROOT = Path(__file__).parents[1]
 TOYS = """
@@ -141,8 +142,8 @@ def test_the_schedule_of_hopper_kernels(kernels):
 
 
 def test_quick_names_cases():
-    assert set(compiling.QUICK_CASES) <= {case.name for case in COMPILE}
-    assert set(compiling.QUICK_TILES) <= {case.name for case in COMPILE_TILE}
+    assert set(QUICK_CASES) <= {case.name for case in COMPILE}
+    assert set(QUICK_TILES) <= {case.name for case in COMPILE_TILE}
 
 
 def test_interpreter_is_refused(monkeypatch):

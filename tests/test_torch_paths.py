@@ -14,7 +14,8 @@ import adatom
 from adatom.ops.attention import reference, torch_chunked
 from adatom.ops.attention.api import inputs_of
 from adatom.ops.attention.cases import SMALL, Case, call, make
-from adatom.ops.attention.problem import Inputs, Options, poisoned
+from adatom.ops.attention.problem import Inputs, Options
+from adatom.verify import Poisoned
 
 F64 = torch.float64
 BACKENDS = ("reference", "torch_chunked")
@@ -79,7 +80,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, tile: int, rows: int) -> None:
 def test_float64_is_exact(case: Case, backend: str) -> None:
     """Every option in float64: values, first and second derivatives equal dense autograd's; every buffer is written."""
     given = arguments(case, F64)
-    with poisoned():
+    with Poisoned():
         got = ours(case, given, backend)
     torch.testing.assert_close(got, dense(given), rtol=1e-9, atol=1e-9)
 
@@ -109,7 +110,7 @@ def test_tile_boundaries(case: Case, tile: int, rows: int, monkeypatch: pytest.M
     """Tiles of a row, of a few rows that do not divide the length, and over several heads and batches."""
     cut(monkeypatch, tile, rows)
     given = arguments(case, F64)
-    with poisoned():
+    with Poisoned():
         got = ours(case, given, "torch_chunked")
     torch.testing.assert_close(got, ours(case, given, "reference"), rtol=1e-9, atol=1e-9)
 
@@ -204,7 +205,7 @@ def test_empty(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: i
     k, v = (torch.randn(batch, kv_heads, seqlen_k, 8, requires_grad=True) for _ in range(2))
     bias, sinks = torch.randn(1, 1, 1, seqlen_k, requires_grad=True), torch.randn(heads, requires_grad=True)
     for extra in ({}, {"bias": bias, "causal": True}, {"sinks": sinks, "window": (1, 1)}):
-        with poisoned():
+        with Poisoned():
             out, lse = adatom.attention(q, k, v, **extra, return_lse=True, backend=backend)
             tensors = [q, k, v, *(t for t in extra.values() if isinstance(t, torch.Tensor))]
             dlse = torch.ones_like(lse)

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from adatom import evidence, registry, verify
 from adatom.ops.attention import cases, reference
+from adatom.ops.attention.api import inputs_of
 from adatom.ops.attention.cases import BENCH, BENCH_CPU, COMPILE, GPU, QUICK, SMALL, Case
-from adatom.ops.attention.trial import OUTPUTS, Trial, _EmulateTF32, _round_tf32
+from adatom.ops.attention.trial import OUTPUTS, Trial, _EmulateTF32, _round_tf32, shrunk
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -133,7 +134,7 @@ def test_flops_and_bytes():
 @pytest.mark.parametrize("window, causal", [((3, 2), False), ((None, 4), False), ((5, None), True), ((2, 9), True)])
 def test_flops_of_a_window_count_the_visible_pairs(window, causal):
     case = Case("window", 1, 1, 1, 20, 13, 8, 8, F32, window=window, causal=causal)
-    x, o, _ = verify.api.inputs_of(**cases.make(case, "cpu"))
+    x, o, _ = inputs_of(**cases.make(case, "cpu"))
     seen = reference.visible(x, o, slice(0, 20), slice(0, 13), None)
     assert cases.flops(case, "attention_fwd") == 2 * 16 * int(seen.sum())
 
@@ -204,7 +205,7 @@ def test_zero_truth_is_measured_against_the_other_outputs():
 
 def test_passes_is_a_gate_on_a_small_version_of_the_case():
     big = Case("big", 64, 32, 8, 1 << 16, 1 << 16, 16, 16, F32, causal=True)
-    small = verify.shrunk(big, 40)
+    small, _ = shrunk(big, on_gpu=False)
     assert (small.heads // small.kv_heads, small.causal, small.seqlen_q) == (4, True, 40)
     right = registry.Row("attention_fwd", "mine", reference.forward, lambda p: None)
     wrong = right._replace(target=lambda x, o: reference.forward(x, o._replace(causal=False)))
@@ -251,7 +252,7 @@ def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):
         (["convolution"], "no op 'convolution'"),
         (["--backend", "cudnn"], "no backend 'cudnn'"),
         (["--shape", "1,2,3"], "4 or 7 integers"),
-        (["--shape", "1,2,x,8"], "4 or 7 integers"),
+        (["--shape", "1,2,x,8"], "integers separated by commas"),
         (["--shape", "1,3,2,9,9,8,8"], "multiple of the heads"),
         (["--dtype", "int8"], "one of f16, bf16, f32, f64"),
         (["--bias", "hqk"], "four letters"),

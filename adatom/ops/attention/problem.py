@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -177,33 +176,14 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
     )
 
 
-_poison = False
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """While active, every fresh buffer of a kernel is filled with NaN first, so that an element never written shows."""
-    global _poison
-    before, _poison = _poison, True
-    try:
-        yield
-    finally:
-        _poison = before
-
-
-def poison(x: torch.Tensor) -> torch.Tensor:
-    """`x`, filled with NaN while `poisoned()` is active. For buffers that a kernel must fill completely."""
-    return x.fill_(float("nan")) if _poison and x.is_floating_point() else x
-
-
 def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An unwritten tensor of x's shape and, where x is dense, strides."""
-    return poison(torch.empty_like(x, dtype=dtype))
+    return torch.empty_like(x, dtype=dtype)
 
 
 def empty(shape: tuple[int, ...], x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An unwritten contiguous tensor on x's device, of x's dtype unless given."""
-    return poison(x.new_empty(shape, dtype=dtype or x.dtype))
+    return x.new_empty(shape, dtype=dtype or x.dtype)
 
 
 def absent(x: torch.Tensor) -> torch.Tensor:
@@ -218,11 +198,11 @@ def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     *lead, _ = q.shape
     if q.dim() == 4 and q.stride(1) < q.stride(2):
         batch, heads, seqlen_q = lead
-        return poison(q.new_empty((batch, seqlen_q, heads, v.shape[-1])).transpose(1, 2))
-    return poison(q.new_empty((*lead, v.shape[-1])))
+        return q.new_empty((batch, seqlen_q, heads, v.shape[-1])).transpose(1, 2)
+    return q.new_empty((*lead, v.shape[-1]))
 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """An unwritten float32 (float64 for float64 inputs) lse: (batch, heads, seqlen_q), packed (heads, tokens)."""
     shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return poison(q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32))
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -1,10 +1,14 @@
-"""A case of attention with its tensors: the truth in float64, what PyTorch makes of it, what a launcher is given."""
+"""A case of attention with its tensors: the truth in float64, what PyTorch makes of it, what a launcher is given.
+
+And which cases stand for what: the user's own, a small version of a large one, those that reach every kernel.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -14,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from adatom.ops.attention import api, cases, reference
 from adatom.ops.attention.cases import Case
-from adatom.ops.attention.problem import Inputs, Options, Problem, problem
+from adatom.ops.attention.problem import Inputs, Options, Problem, empty_like, empty_lse, empty_out, problem
+from adatom.verify import named, rms
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -79,11 +84,6 @@ def _arithmetic(x: Inputs, o: Options) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def named(op: str, values: Iterable[Tensor | None]) -> Tensors:
-    """The results of a pass by name, without those that are None."""
-    return {name: value for name, value in zip(OUTPUTS[op], values) if value is not None}
-
-
 class Trial:
     """A case with its tensors, the truth and what PyTorch makes of it; passes are computed when first asked for.
 
@@ -135,7 +135,7 @@ class Trial:
         """What the choice of a kernel may look at."""
         return problem(self.x, self.o, self.bias_grad)
 
-    @property
+    @cached_property
     def floor(self) -> float:
         """Relative error that is always allowed: one rounding of the results, and one of scores as large as these."""
         dtype = self.x.q.dtype
@@ -144,6 +144,24 @@ class Trial:
         scores = float(seen.square().mean().sqrt()) if seen.numel() else 0.0
         rounding = FLOOR_TF32 if dtype == torch.float32 and self.o.precision == "tf32" else FLOORS[dtype]
         return rounding + scores * 2.0 ** (-53 if dtype == torch.float64 else -24)
+
+    def least(self, name: str, want: Tensor, biggest: float) -> float:
+        """Relative error that is always allowed in an output: the floor, the rounding of terms as large as the largest
+        of the pass, and that of a float32 sum over as many scores as the gradient of a bias or sink has."""
+        size = max(rms(want), 1e-30)
+        terms = (2.0**-53 if self.x.q.dtype == torch.float64 else 2.0**-24) * min(biggest / size, 16.0)
+        if name.startswith(("dbias", "dsinks")) and want.numel():
+            scores = self.x.q[..., 0].numel() * self.x.k.shape[0 if self.x.q.dim() == 3 else 2] / want.numel()
+            terms += 2.0**-24 * math.sqrt(scores) * biggest / size
+        return self.floor + terms
+
+    def parts(self, results: Tensors) -> list[tuple[Trial, Tensors]]:
+        """The results with the trial to judge them by; of a huge case the first and last batch element: addresses
+        overflow at the last one, if at all."""
+        if not self.case.huge:
+            return [(self, results)]
+        ends = (0, self.case.batch - 1)
+        return [(self.part(i), {name: t[i : i + 1] for name, t in results.items()}) for i in ends]
 
     def arguments(self, op: str, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Any, ...]:
         """What a launcher of a pass gets, given the out and lse of a forward; None stands for the truth, rounded."""
@@ -215,3 +233,94 @@ def _float64(values: Iterable[Any]) -> Iterator[Any]:
             yield Inputs(*_float64(value))
         else:
             yield value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+# -- which cases stand for what ----------------------------------------------------------------------------------------
+
+
+def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
+    """The user's own case: shape (batch, heads, seqlen, head_dim) or (batch, heads, kv_heads, seqlen_q, seqlen_k,
+    head_dim, head_dim_v), and options as fields of a Case; window as "LEFT,RIGHT". ValueError for what is no case."""
+    numbers = shape or [2, 2, 40, 32]
+    if len(numbers) not in (4, 7):
+        raise ValueError(f"a shape of attention is 4 or 7 integers, not {len(numbers)}")
+    if len(numbers) == 4:
+        batch, heads, seqlen, dim = numbers
+        numbers = [batch, heads, heads, seqlen, seqlen, dim, dim]
+    bias = options.get("bias", "")
+    fits = all(given in ("1", letter) for given, letter in zip(bias, "bhqk"))
+    if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool", "-far")):
+        hint = "four letters, bhqk or 1 where it broadcasts, then nothing, -inf, -bool or -far: 1hqk, b11k-bool"
+        raise ValueError(f"a bias is {hint}; not {bias!r}")
+    if bias and options.get("varlen"):
+        raise ValueError("packed sequences take no bias")
+    if "window" in options:
+        left, _, right = options["window"].partition(",")
+        if not all(side.strip().lstrip("-").isdigit() for side in (left, right)):
+            raise ValueError(f"a window is 2 integers, LEFT,RIGHT; not {options['window']!r}")
+        options["window"] = int(left), int(right)
+    case = Case("yours", *numbers, dtype, **options)  # type: ignore[arg-type, call-arg]
+    api.inputs_of(**cases.make(case, "cpu"))
+    return case
+
+
+def shrunk(case: Case, on_gpu: bool) -> tuple[Case, ...]:
+    """Small cases with the options, dims and ratio of heads of a large one, the likeliest first: a GPU's tiles want
+    longer lengths than a CPU's, and some kernels leave small problems and odd rows of a bias to others."""
+    seqlen, group = 300 if on_gpu else 40, case.heads // case.kv_heads
+    kv_heads = min(case.kv_heads, 2)
+    small = case._replace(
+        name="small",
+        batch=min(case.batch, 4 if case.varlen else 2),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        seqlen_q=min(case.seqlen_q, seqlen),
+        seqlen_k=min(case.seqlen_k, seqlen + 37),
+    )
+    return (small,) if case.varlen else (small, small._replace(batch=32, seqlen_k=min(case.seqlen_k, 336)))
+
+
+# A thin selection for CI: each kernel, each kind of arithmetic, each option that changes much code once.
+QUICK_CASES = (
+    "bf16 64 full",
+    "bf16 128 causal",
+    "tf32x3 64 full",
+    "tf32 64 causal",
+    "ieee 32 full",
+    "bf16 64 bias 1hqk causal",
+    "bf16 64 bias b11k",
+    "bf16 64 window causal sinks",
+    "bf16 64 varlen causal",
+)
+QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
+
+
+def selection(quick: bool) -> tuple[Case, ...]:
+    """The cases to compile: those of COMPILE, so long that kernels use what pays only at length (tensor descriptors),
+    and those of COMPILE_TILE; then short and of odd lengths. Quick: those of QUICK_CASES and QUICK_TILES, only the
+    first odd."""
+    chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
+
+    def resized(case: Case, factor: int, more: int) -> Case:
+        seqlen_q, seqlen_k = (n * factor + more for n in (case.seqlen_q, case.seqlen_k))
+        return case._replace(name=case.name + (" odd" if more else ""), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+
+    long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
+    tiles = [case for case in cases.COMPILE_TILE if not quick or case.name in QUICK_TILES]
+    odd = [case for case in chosen if not quick or case.name == QUICK_CASES[0]]
+    return (*long, *tiles, *(resized(case, 1, -3) for case in odd))
+
+
+def blank(case: Case) -> tuple[Callable[[], Problem], dict[str, tuple[Any, ...]]]:
+    """What compiling a case needs: its problem, asked for under the device to compile for, and the arguments of each
+    pass's launcher; results and cotangents are unwritten tensors of the right layout."""
+    x, o, _ = api.inputs_of(**cases.make(case, "cpu"))
+    bias_grad = x.bias is not None and x.bias.is_floating_point() and case.bias_grad
+    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
+    moved = [empty_like(t) if t is not None and t.is_floating_point() else None for t in x[:5]]
+    return lambda: problem(x, o, bias_grad), {
+        "attention_fwd": (x, o),
+        "attention_bwd": (x, o, out, lse, out, None, bias_grad),
+        "attention_bwd_bwd": (x, o, out, lse, out, None, *moved, bias_grad),
+        "attention_jvp": (x, o, out, lse, *moved),
+    }
