@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from adatom.ops.attention import limits as attention
+from adatom.ops.linear import limits as linear
 
 log = logging.getLogger("adatom")
 if os.environ.get("ADATOM_LOG"):
@@ -60,10 +61,15 @@ ROWS: tuple[Row, ...] = (
     Row("attention_jvp", "triton", "attention.triton_jvp:jvp", attention.triton),
     Row("attention_jvp", "torch_chunked", "attention.torch_chunked:jvp", attention.torch_chunked),
     Row("attention_jvp", "reference", "attention.reference:jvp", attention.reference),
+    Row("linear_fwd", "torch", "linear.torch_linear:forward", linear.torch_linear),
+    Row("linear_fwd", "reference", "linear.reference:forward", linear.reference),
+    Row("linear_bwd", "torch", "linear.torch_linear:backward", linear.torch_linear),
+    Row("linear_bwd", "reference", "linear.reference:backward", linear.reference),
 )
 
 PASSES: dict[str, tuple[str, ...]] = {
     "attention": ("attention_fwd", "attention_bwd", "attention_bwd_bwd", "attention_jvp"),
+    "linear": ("linear_fwd", "linear_bwd"),
 }
 
 

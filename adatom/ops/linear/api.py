@@ -1,0 +1,129 @@
+"""The public function linear(), and the checks that gated shares with it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from adatom.check import require
+from adatom.ops.linear.op import linear_fwd
+from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
+
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    recompute: bool = False,
+    weight_grad: torch.Tensor | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """activation(x weight^T + bias) in one kernel: bias and activation in float32, before the result is rounded.
+
+    Args:
+        x: (..., in); float16, bfloat16, float32 or float64 (float64 runs in PyTorch). Any strides; it is copied where
+            its leading dimensions cannot be taken as one.
+        weight: (out, in), as torch.nn.Linear holds it, of x's dtype. bias: (out,), likewise.
+        activation: None, "relu", "gelu", "gelu_tanh" (the approximation that PyTorch calls "tanh") or "silu".
+        recompute: keep nothing for the backward but x and the weight: it multiplies again, and makes the gradient of
+            what the activation was given in that product's epilogue.
+        weight_grad: float32 (out, in), on x's device: the backward adds the gradient of weight to it, in float32, and
+            weight.grad stays as it is (accumulation over micro-batches). Such a backward cannot be differentiated.
+        precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee".
+        backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
+
+    Returns:
+        (..., out) of x's dtype, contiguous. Differentiable to any order; every result is deterministic.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message prints them.
+        NotImplementedError: no kernel, or not the one asked for, takes this problem; the message lists the reasons.
+
+    Source: GELU: Hendrycks and Gimpel, arXiv:1606.08415; SiLU: Elfwing et al., arXiv:1702.03118.
+    """
+    x, weight, _, bias, o = _checked(x, weight, None, bias, activation, False, precision)
+    if weight_grad is not None:
+        fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
+        require(
+            fits and weight_grad.shape == weight.shape and weight_grad.device == x.device,
+            "weight_grad as a float32 tensor like weight, on x's device",
+            weight=weight,
+            weight_grad=weight_grad,
+        )
+        require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
+    return call(x, weight, None, bias, o, backend, recompute, weight_grad)
+
+
+def call(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    up: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    o: Options,
+    backend: str | None,
+    recompute: bool,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The operator on checked arguments, keeping what its backward needs if there may be one."""
+    given = (x, weight, up, bias)
+    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    return linear_fwd(*given, *o, backend, keep, into)[0]
+
+
+def inputs_of(*args: Any, **kwargs: Any) -> tuple[Inputs, Options, bool, str | None]:
+    """What kernels get for `linear(*args, **kwargs)`, whether it recomputes, and `backend`."""
+    bound = inspect.signature(linear).bind(*args, **kwargs)
+    bound.apply_defaults()
+    g = bound.arguments
+    x, weight, up, bias, o = _checked(g["x"], g["weight"], None, g["bias"], g["activation"], False, g["precision"])
+    return Inputs(rows_of(x), weight, up, bias), o, g["recompute"], g["backend"]
+
+
+def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
+    """The problem that `linear(*args, **kwargs)` poses, and `backend`."""
+    x, o, recompute, backend = inputs_of(*args, **kwargs)
+    return problem(x, o, recompute), backend
+
+
+def _checked(
+    x: Any, weight: Any, up: Any, bias: Any, activation: str | None, gated: bool, precision: str | None
+) -> tuple[Any, Any, Any, Any, Options]:
+    """The tensors as autocast would give them to F.linear, and the options, checked."""
+    given = {"x": x, "weight": weight, "up": up, "bias": bias}
+    tensors = all(isinstance(t, torch.Tensor) for t in (x, weight))
+    if not tensors or not all(isinstance(t, torch.Tensor) or t is None for t in (up, bias)):
+        require(False, "tensors", TypeError, **given)
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, up, bias = (
+            t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (x, weight, up, bias)
+        )
+    present = [t for t in (weight, up, bias) if t is not None]
+    if x.dtype not in _FLOATS or any(t.dtype != x.dtype for t in present):
+        require(False, "one dtype: float16, bfloat16, float32 or float64", TypeError, **given)
+    if any(t.device != x.device for t in present):
+        require(False, "all tensors on one device", **given)
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        require(False, "x (..., in) and weight (out, in)", **given)
+    if up is not None and up.shape != weight.shape:
+        require(False, "gate and up weights of one shape (out, in)", **given)
+    if gated and up is None and weight.shape[0] % 2:
+        require(False, "a weight (2 * out, in), the gate's rows first", **given)
+    if bias is not None and bias.shape != (weight.shape[0],):
+        require(False, "bias (out,)", **given)
+    name = "none" if activation is None else activation
+    if name not in ACTIVATIONS:
+        require(False, f"an activation among {', '.join(ACTIVATIONS)}", activation=activation)
+    if precision is not None and precision not in PRECISIONS:
+        require(False, f"a precision among {', '.join(PRECISIONS)}", precision=precision)
+    return x, weight, up, bias, Options(name, gated, precision or "tf32x3")

@@ -1,0 +1,60 @@
+"""Which problems each backend of linear and gated takes: None, or the reason in words."""
+
+from __future__ import annotations
+
+import torch
+
+from adatom.ops.linear.problem import Problem
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def reference(p: Problem) -> str | None:
+    """The formulas in PyTorch: everything."""
+    return None
+
+
+def torch_linear(p: Problem) -> str | None:
+    """PyTorch's kernels one after the other."""
+    if p.device.kind == "cuda" and p.dtype == torch.float32:
+        return "multiplies float32 as torch.backends.cuda.matmul says, not as precision does"
+    return None
+
+
+def triton_any(p: Problem) -> str | None:
+    """The Triton kernels wherever they run."""
+    if p.device.kind == "cpu":
+        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
+    if p.device.kind == "cuda" and p.device.arch < 80:
+        return f"needs sm_80 or later; this is sm_{p.device.arch}"
+    if p.dtype not in (*_HALVES, torch.float32):
+        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if not (p.rows and p.in_features and p.out_features):
+        return "does not take empty tensors"
+    return None
+
+
+def triton(p: Problem) -> str | None:
+    """The Triton kernels where there is something to fuse."""
+    if (why := triton_any(p)) is not None:
+        return why
+    if p.dtype in _HALVES and p.activation == "none" and not p.gated and p.device.kind == "cuda":
+        return "has nothing to fuse: PyTorch's product serves"
+    return None
+
+
+def hopper(p: Problem) -> str | None:
+    """The Gluon kernels: sm_90, 16-bit floats, what TMA can read and write."""
+    if p.device.kind != "cuda":
+        return "needs a CUDA device"
+    if p.device.arch != 90:
+        return f"needs a Hopper GPU (sm_90); this is sm_{p.device.arch}"
+    if p.dtype not in _HALVES:
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    if not (p.rows and p.in_features and p.out_features):
+        return "does not take empty tensors"
+    if not p.tma:
+        return "needs addresses and strides of x and the weights that are multiples of 16 bytes"
+    if p.out_features % 8:
+        return f"needs a multiple of 8 output features; got {p.out_features}"
+    return None

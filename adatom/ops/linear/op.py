@@ -1,0 +1,198 @@
+"""linear and gated for PyTorch: operator schemas, fakes, and autograd to any order. Imports torch only.
+
+linear_bwd is differentiable in turn: its formula is a composition of differentiable operators on z, computed again. The
+tensors that a forward keeps for its backward ride along as values: that formula contains their dependence on the
+inputs, so they get no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adatom.ops.linear.problem import Inputs, Options, problem, rows_of
+from adatom.ops.linear.reference import gradient, gradient_gradient
+from adatom.registry import choose, load
+
+Tensor = torch.Tensor
+_CALL = "Tensor x, Tensor weight, Tensor? up, Tensor? bias, str activation, bool gated, str precision, str? backend"
+_library = torch.library.Library("adatom", "FRAGMENT")
+# into: where the backward is to add the gradient of the weight; the forward only remembers it.
+_library.define(f"linear_fwd({_CALL}, bool keep, Tensor? into) -> (Tensor out, Tensor pre)")
+_library.define(
+    f"linear_bwd({_CALL}, Tensor? kept, Tensor dout, bool need_x, bool need_weight, bool need_bias)"
+    " -> (Tensor dx, Tensor dweight, Tensor dup, Tensor dbias)"
+)
+_library.define(
+    f"linear_bwd_into({_CALL}, Tensor? kept, Tensor dout, bool need_x, bool need_bias, Tensor(a!) into)"
+    " -> (Tensor dx, Tensor dbias)"
+)
+
+
+def _taken(args: tuple[Any, ...]) -> tuple[Inputs, Options, str | None]:
+    """What the arguments of _CALL are to a launcher: x a matrix."""
+    x, weight, up, bias, activation, gated, precision, backend = args
+    return Inputs(rows_of(x), weight, up, bias), Options(activation, gated, precision), backend
+
+
+def _launch(which: str, x: Inputs, o: Options, backend: str | None, *rest: Any) -> tuple[Tensor | None, ...]:
+    op = ("gated_" if o.gated else "linear_") + which
+    launch = load(choose(op, problem(x, o, which == "bwd" and rest[0] is None), backend).target)
+    if x.x.is_cuda and x.x.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.x.device):
+            return launch(x, o, *rest)
+    return launch(x, o, *rest)
+
+
+def _absent(x: Tensor) -> Tensor:
+    """What operators return for a result that nobody asked for: no elements."""
+    return x.new_empty(0)
+
+
+def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    x, o, backend = _taken(args[:8])
+    out, pre = _launch("fwd", x, o, backend, args[8])
+    assert out is not None
+    return out.view(*args[0].shape[:-1], out.shape[-1]), _absent(out) if pre is None else pre
+
+
+def _bwd(*args: Any) -> tuple[Tensor, ...]:
+    *call, kept, dout, need_x, need_weight, need_bias = args
+    return _differentiate(call, kept, dout, (need_x, need_weight, need_bias))
+
+
+def _bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
+    *call, kept, dout, need_x, need_bias, into = args
+    grads = _differentiate(call, kept, dout, (need_x, True, need_bias), into)
+    return grads[0], grads[3]
+
+
+def _differentiate(call: Any, kept: Tensor | None, dout: Tensor, needs: Any, into: Any = None) -> tuple[Tensor, ...]:
+    x, o, backend = _taken(tuple(call))
+    dout = rows_of(dout)
+    if dout.stride(-1) != 1 or dout.stride(0) < dout.shape[1] or dout.data_ptr() % 16:
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    if kept is not None:
+        kept = rows_of(kept)
+    grads = _launch("bwd", x, o, backend, kept, dout, needs, into)
+    dx, *rest = (_absent(x.x) if g is None else g for g in grads)
+    return dx.view(call[0].shape) if needs[0] else dx, *rest
+
+
+def _fake_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    x, weight, up, _, activation, gated, precision, _, keep, _ = args
+    products = Inputs(x, weight, up).products
+    out = x.new_empty(*x.shape[:-1], products // 2 if gated else products)
+    kept = keep and Options(activation, gated, precision).keeps == "pre"
+    return out, x.new_empty(x.shape[:-1].numel(), products) if kept else _absent(x)
+
+
+def _fake_bwd(*args: Any) -> tuple[Tensor, ...]:
+    x, weight, up, bias = args[:4]
+    needs = (args[10], args[11], args[11] and up is not None, args[12] and bias is not None)
+    return tuple(_absent(x) if not need else like.new_empty(like.shape) for need, like in zip(needs, args[:4]))
+
+
+def _fake_bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
+    x, bias = args[0], args[3]
+    return x.new_empty(x.shape) if args[10] else _absent(x), bias.new_empty(bias.shape) if args[11] else _absent(x)
+
+
+for _name, _impl, _fake in (
+    ("linear_fwd", _fwd, _fake_fwd),
+    ("linear_bwd", _bwd, _fake_bwd),
+    ("linear_bwd_into", _bwd_into, _fake_bwd_into),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _impl, _key)
+    torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
+
+linear_fwd = torch.ops.adatom.linear_fwd.default
+linear_bwd = torch.ops.adatom.linear_bwd.default
+linear_bwd_into = torch.ops.adatom.linear_bwd_into.default
+
+
+def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
+    *call, keep, into = inputs
+    keeps = Options(*call[4:7]).keeps if keep else ""
+    kept = {"out": output[0], "pre": output[1]}.get(keeps)
+    ctx.save_for_backward(*call[:4], kept)
+    ctx.options, ctx.into = call[4:], into
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
+    *tensors, kept = ctx.saved_tensors
+    nothing = (None,) * 6
+    if dout is None:
+        return (None,) * 4 + nothing
+    need_x, need_weight, need_up, need_bias = ctx.needs_input_grad[:4]
+    kept = None if kept is None else kept.detach()
+    if ctx.into is not None and need_weight:
+        if torch.is_grad_enabled():
+            raise RuntimeError("adatom: gradients added to weight_grad cannot be differentiated again")
+        dx, dbias = linear_bwd_into(*tensors, *ctx.options, kept, dout, need_x, need_bias, ctx.into)
+        dweight = dup = None
+    else:
+        grads = linear_bwd(*tensors, *ctx.options, kept, dout, need_x, need_weight or need_up, need_bias)
+        dx, dweight, dup, dbias = grads
+    return (
+        dx if need_x else None,
+        dweight if need_weight else None,
+        dup if need_up else None,
+        dbias if need_bias else None,
+        *nothing,
+    )
+
+
+def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4], inputs[9])
+    ctx.options = inputs[4:8]
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: Any) -> tuple[Any, ...]:
+    """The gradients of x, the weights, the bias and dout from those of dx, dweight, dup and dbias.
+
+    ddz = ddx W^T + x ddW^T + ddb is the gradient of dz = dz(z, dout); what it leaves on z goes on as in a backward.
+    """
+    x, weight, up, bias, dout = ctx.saved_tensors
+    o, backend = Options(*ctx.options[:3]), ctx.options[3]
+    lead, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
+    n = weight.shape[0]
+    x, dout = rows_of(x), rows_of(dout)
+    whole = weight if up is None else torch.cat((weight, up))
+    if up is not None and not (ddweight is None and ddup is None):
+        parts = (torch.zeros_like(w) if d is None else d for d, w in ((ddweight, weight), (ddup, up)))
+        ddweight = torch.cat(tuple(parts))
+    products = []
+    if ddx is not None:
+        ddx = ddx.reshape(x.shape)
+        products.append(ddx @ whole.mT)
+    if ddweight is not None:
+        products.append(x @ ddweight.mT)
+    if ddbias is not None and bias is not None:
+        products.append(ddbias.expand(x.shape[0], n))
+    if not products:
+        return (None,) * 13
+    ddz = sum(p.to(wide) for p in products[1:]) + products[0].to(wide)
+    z = linear_fwd(x, whole, None, bias, "none", False, o.precision, backend, False, None)[0].to(wide)
+    ddout, through = gradient_gradient(z, dout.to(wide), ddz, o)
+    dz, through = gradient(z, dout.to(wide), o).to(x.dtype), through.to(x.dtype)
+    dx = through @ whole if o.keeps else torch.zeros_like(x)
+    dwhole = through.mT @ x if o.keeps else torch.zeros_like(whole)
+    if ddweight is not None:
+        dx = dx + dz @ ddweight
+    if ddx is not None:
+        dwhole = dwhole + dz.mT @ ddx
+    grads = (dx.reshape(*lead, x.shape[1]), dwhole[:n], None if up is None else dwhole[n:])
+    dbias = None if bias is None else through.sum(0)
+    return *grads, dbias, *(None,) * 5, ddout.to(x.dtype).reshape(*lead, dout.shape[1]), None, None, None
+
+
+for _name, _formula, _setup in (
+    ("linear_fwd", _backward, _save_forward),
+    ("linear_bwd", _backward_of_backward, _save_backward),
+):
+    torch.library.register_autograd(f"adatom::{_name}", _formula, setup_context=_setup, lib=_library)

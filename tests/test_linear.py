@@ -1,0 +1,236 @@
+"""linear(): values and derivatives of every order on the CPU, what callers may rely on, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import adatom
+from adatom import verify
+from adatom.device import Device, pretend
+from adatom.ops.linear import cases, reference
+from adatom.ops.linear.api import inputs_of
+from adatom.ops.linear.problem import ACTIVATIONS, Options, problem
+from adatom.registry import Row, choose, rows
+
+F64 = torch.float64
+EAGER = {
+    None: lambda z: z,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+}
+H100 = Device("cuda", 90, 132, 232448)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tensors(*shapes, dtype=F64, grad=True):
+    return [torch.randn(s, dtype=dtype).requires_grad_(grad) for s in shapes]
+
+
+@pytest.mark.parametrize("activation", EAGER)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_values_and_gradients_are_eager_pytorchs(activation, recompute):
+    x, w, b = tensors((2, 3, 5), (7, 5), (7,))
+    out = adatom.linear(x, w, b, activation=activation, recompute=recompute)
+    expected = EAGER[activation](F.linear(x, w, b))
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(expected)
+    for got, want in zip(torch.autograd.grad(out, (x, w, b), dout), torch.autograd.grad(expected, (x, w, b), dout)):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_derivatives_of_activations(name):
+    z = torch.linspace(-6, 6, 40, dtype=F64).add_(0.01).requires_grad_()
+    a = EAGER[None if name == "none" else name](z)
+    torch.testing.assert_close(reference.activation(z, name), a)
+    (first,) = torch.autograd.grad(a.sum(), z)
+    torch.testing.assert_close(reference.first(z, name), first)
+    (second,) = torch.autograd.grad(reference.first(z, name).sum() + 0 * z.sum(), z)
+    torch.testing.assert_close(reference.second(z, name), second)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_first_and_second_derivatives(activation, recompute):
+    def f(x, w, b):
+        return adatom.linear(x, w, b, activation=activation, recompute=recompute)
+
+    given = tensors((3, 4), (5, 4), (5,))
+    torch.autograd.gradcheck(f, given)
+    torch.autograd.gradgradcheck(f, given)
+
+
+def test_second_derivatives_of_some_inputs():
+    x, w, b = tensors((3, 4), (5, 4), (5,))
+    for wanted in ((0,), (1,), (2,), (0, 2)):
+        given = [t if i in wanted else t.detach() for i, t in enumerate((x, w, b))]
+        torch.autograd.gradgradcheck(lambda *a: adatom.linear(*a, activation="gelu"), given)
+
+
+def test_third_derivative():
+    x, w = tensors((2, 3), (4, 3))
+
+    def f(linear):
+        first = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)[0]
+        second = torch.autograd.grad(first.square().sum(), w, create_graph=True)[0]
+        return torch.autograd.grad(second.square().sum(), (x, w))
+
+    ours = f(lambda x, w: adatom.linear(x, w, activation="silu"))
+    for got, want in zip(ours, f(lambda x, w: F.silu(x @ w.mT))):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
+def test_cpu_rows_are_right(case):
+    results = verify.examine_case(case, rows("linear_fwd") + rows("linear_bwd"), torch.device("cpu"))
+    assert {r.backend for r in results} == {"torch", "reference"}
+    assert all(r.ok for r in results), [r for r in results if not r.ok]
+
+
+def _without_bias(x, o, keep):
+    return reference.forward(x._replace(bias=None), o, keep)
+
+
+def _unfinished(x, o, kept, dout, needs):
+    return reference.backward(x, o, kept, dout * 1.01, needs)
+
+
+@pytest.mark.parametrize("op, wrong", [("linear_fwd", _without_bias), ("linear_bwd", _unfinished)])
+def test_wrong_kernels_are_refused(op, wrong):
+    case = next(c for c in cases.SMALL if c.name == "f32 gelu")
+    row = Row(op, "wrong", wrong, lambda problem: None)
+    assert not any(r.ok for r in verify.examine_case(case, [row], torch.device("cpu")))
+
+
+@pytest.mark.parametrize("activation, kept", [(None, 0), ("relu", 0), ("gelu", 1), ("silu", 1)])
+def test_what_is_kept_for_the_backward(activation, kept):
+    """Nothing but the inputs, and what the activation was given only where its derivative needs it."""
+
+    def elements(**options):
+        saved = []
+        x, w = tensors((6, 4), (5, 4))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            out = adatom.linear(x, w, activation=activation, **options)
+        return sum(t.numel() for t in saved if t.shape == (6, 5) and t.data_ptr() != out.data_ptr())
+
+    assert elements() == 30 * kept
+    assert elements(recompute=True) == 0
+
+
+def test_weight_grad_accumulates():
+    x, w, b = tensors((3, 6, 4), (5, 4), (5,), dtype=torch.float32)
+    buffer = torch.ones(5, 4)
+    total = buffer.clone()
+    for _ in range(2):
+        out = adatom.linear(x, w, b, activation="gelu", weight_grad=buffer)
+        out.square().sum().backward()
+        total += torch.autograd.grad(F.gelu(F.linear(x, w, b)).square().sum(), w)[0]
+    assert w.grad is None and x.grad is not None and b.grad is not None
+    torch.testing.assert_close(buffer, total)
+    loss = adatom.linear(x, w, b, weight_grad=buffer).sum()
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_weight_grad_of_lower_precision():
+    x, w = tensors((64, 16), (8, 16), dtype=torch.bfloat16)
+    buffer = torch.zeros(8, 16)
+    adatom.linear(x, w, weight_grad=buffer).sum().backward()
+    torch.testing.assert_close(buffer, x.float().sum(0).expand(8, 16), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled(dtype):
+    x, w, b = tensors((4, 6), (5, 6), (5,), dtype=dtype)
+
+    def step(x, w, b):
+        return adatom.linear(x, w, b, activation="gelu") * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    got, want = compiled(x, w, b), step(x, w, b)
+    torch.testing.assert_close(got, want)
+    for g, e in zip(torch.autograd.grad(got.sum(), (x, w, b)), torch.autograd.grad(want.sum(), (x, w, b))):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("activation, bias", [("gelu", True), ("relu", True), ("none", False)])
+def test_opcheck(activation, bias):
+    x, w, b = tensors((2, 3, 6), (5, 6), (5,), dtype=torch.float32)
+    b = b if bias else None
+    call = (x, w, None, b, activation, False, "tf32x3", None)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.adatom.linear_fwd.default, (*call, True, None), test_utils=tests[:3])
+    kept = None if activation == "none" else torch.randn(6, 5)
+    given = (*call, kept, torch.randn(2, 3, 5, requires_grad=True), True, True, bias)
+    torch.library.opcheck(torch.ops.adatom.linear_bwd.default, given, test_utils=tests[:3])
+    into = (*(None if t is None else t.detach() for t in call[:4]), *call[4:], kept, torch.randn(2, 3, 5))
+    torch.library.opcheck(
+        torch.ops.adatom.linear_bwd_into.default, (*into, True, bias, torch.zeros(5, 6)), test_utils=tests[:2]
+    )
+
+
+def test_autocast():
+    x, w, b = tensors((4, 6), (5, 6), (5,), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = adatom.linear(x, w, b, activation="relu")
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert w.grad.dtype == torch.float32
+
+
+def test_expanded_and_empty():
+    x, w = tensors((4, 6), (5, 6))
+    adatom.linear(x, w, activation="gelu").sum().backward()  # an expanded gradient
+    torch.testing.assert_close(w.grad, torch.autograd.grad(F.gelu(x @ w.mT).sum(), w)[0])
+    empty = adatom.linear(torch.zeros(0, 3, 6, dtype=F64, requires_grad=True), w, activation="silu")
+    assert empty.shape == (0, 3, 5)
+    assert torch.autograd.grad(empty.sum(), w)[0].eq(0).all()
+
+
+BAD = {
+    "no tensor": ({"x": [1.0]}, TypeError, r"tensors; got x=\[1.0\]"),
+    "features": ({"x": torch.zeros(3, 5)}, ValueError, r"x \(\.\.\., in\) and weight.*float32\[3, 5\]"),
+    "scalar": ({"x": torch.zeros(())}, ValueError, r"x \(\.\.\., in\)"),
+    "rank": ({"weight": torch.zeros(2, 5, 4)}, ValueError, r"weight=float32\[2, 5, 4\]"),
+    "dtypes": ({"weight": torch.zeros(5, 4, dtype=F64)}, TypeError, "one dtype.*weight=float64"),
+    "integers": (
+        {"x": torch.zeros(3, 4, dtype=torch.int32), "weight": torch.zeros(5, 4, dtype=torch.int32)},
+        TypeError,
+        "one dtype",
+    ),
+    "bias": ({"bias": torch.zeros(4)}, ValueError, r"bias \(out,\).*bias=float32\[4\]"),
+    "device": ({"weight": torch.zeros(5, 4, device="meta")}, ValueError, "one device.*on meta"),
+    "activation": ({"activation": "tanh"}, ValueError, "relu, gelu.*'tanh'"),
+    "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*'fp8'"),
+    "weight_grad": ({"weight_grad": torch.zeros(5, 4, dtype=F64)}, ValueError, "float32 tensor like weight"),
+    "backend": ({"backend": "cudnn"}, ValueError, "no backend 'cudnn' for linear_fwd"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_answered(name):
+    wrong, error, message = BAD[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        adatom.linear(**{"x": torch.zeros(3, 4), "weight": torch.zeros(5, 4), **wrong})
+
+
+def posed(rows=4096, k=1024, n=4096, dtype=torch.bfloat16, machine=H100, **options):
+    x, w = torch.empty(rows, k, dtype=dtype, device="meta"), torch.empty(n, k, dtype=dtype, device="meta")
+    with pretend(machine):
+        x, o, recompute, _ = inputs_of(x, w, **options)
+        return problem(x, o, recompute)
+
+
+def test_options_and_what_they_keep():
+    assert [Options(a, False, "ieee").keeps for a in ACTIVATIONS] == ["", "out", "pre", "pre", "pre"]
+    assert Options("relu", True, "ieee").keeps == "pre"
+
+
+def test_choices_off_a_gpu():
+    assert choose("linear_fwd", posed(machine=Device("cpu", 0, 0, 0))).backend == "torch"
+    assert choose("linear_bwd", posed(dtype=F64)).backend == "torch"
