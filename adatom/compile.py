@@ -178,17 +178,17 @@ class Collector:
             triton.knobs.runtime.jit_cache_hook = hook
 
 
-def selection(quick: bool) -> list[tuple[str, Any]]:
-    """The cases of every op that reach its kernels, as (op, case); quick: a thin selection for CI."""
-    return [(op, case) for op in registry.PASSES for case in registry.part(op, "trial").selection(quick)]
+def selection(quick: bool) -> list[Any]:
+    """The cases of every op that together reach its kernels; quick: a thin selection for CI."""
+    return [case for op in registry.PASSES for case in registry.part(op, "trial").selection(quick)]
 
 
-def collect(archs: list[int], chosen: Sequence[tuple[str, Any]], wanted: Callable[[str], bool] = bool) -> list[Spec]:
+def collect(archs: list[int], chosen: Sequence[Any], wanted: Callable[[str], bool] = bool) -> list[Spec]:
     """Every different specialisation that the kernel rows launch for these cases on these architectures."""
     collector = Collector(wanted)
-    for op, case in chosen:
-        pose, arguments = registry.part(op, "trial").blank(case)
-        mine = [row for row in kernel_rows() if row.op in registry.PASSES[op]]
+    for case in chosen:
+        pose, arguments = registry.part(case.op, "trial").blank(case)
+        mine = [row for row in kernel_rows() if row.op in registry.PASSES[case.op]]
         for arch in archs:
             with device.pretend(DEVICES[arch]):
                 posed = pose()

@@ -27,7 +27,7 @@ import adatom
 from adatom import doctor
 from adatom.bench import run
 from adatom.bench.report import Sheet, sheets
-from adatom.bench.rivals import RIVALS
+from adatom.bench.rivals_attention import RIVALS
 from adatom.bench.timing import Clock
 from adatom.device import versions
 from adatom.ops.attention.cases import F32, Case

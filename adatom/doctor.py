@@ -21,7 +21,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend
 
 from adatom import __version__
-from adatom.bench.rivals import RIVALS, installed
+from adatom.bench.rivals import every, installed
 from adatom.device import Device, facts, pretend, versions
 from adatom.ops.attention import cases, reference
 from adatom.ops.attention.api import inputs_of, problem_of
@@ -287,7 +287,7 @@ def examine() -> dict[str, Any]:
         },
         "versions": have,
         "gpus": found,
-        "rivals": {r.name: installed(r)[0] for r in RIVALS if r.packages} | {"flex_attention": torch.__version__},
+        "rivals": {r.name: installed(r)[0] for r in every() if r.packages} | {"flex_attention": torch.__version__},
         "sdpa": backends(devices[0]),
         "device": str(devices[0]),
         "typical": typical(facts(devices[0])),

@@ -44,7 +44,7 @@ from adatom.registry import Row
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
-Task = tuple[Any, tuple[Row, ...]]  # a case, and the rows to judge on it
+Task = tuple[Any, tuple[Row, ...]]  # a case, and the rows of its op to judge on it
 
 
 class Result(NamedTuple):
@@ -219,10 +219,10 @@ def tasks_of(rows: Sequence[Row], device: torch.device, quick: bool = False) -> 
 
 
 def examine_case(case: Any, rows: Sequence[Row], device: torch.device) -> list[Result]:
-    """Every row that is fit for the case, judged on it. The rows are of one op."""
-    if not rows or case.huge and torch.cuda.mem_get_info(device)[0] < 60 * 2**30:
+    """Every row that is fit for the case, judged on it."""
+    if case.huge and torch.cuda.mem_get_info(device)[0] < 60 * 2**30:
         return []
-    trial = registry.part(rows[0].op, "trial").Trial(case, device)
+    trial = registry.part(case.op, "trial").Trial(case, device)
     posed = trial.problem
     fit = [row for row in rows if row.refuses(posed) is None]
     if case.huge:  # PyTorch's rows would need several times the memory
@@ -341,7 +341,7 @@ def passes(case: Any, row: Row, device: str | None = None) -> bool:
     """Whether a row is right on a small version of a case; what a speed must pass before it is shown. A row that is not
     fit for the case does not pass."""
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    judged = (_judged(small, row, where) for small in registry.part(row.op, "trial").shrunk(case, where != "cpu"))
+    judged = (_judged(small, row, where) for small in registry.part(case.op, "trial").shrunk(case, where != "cpu"))
     results = next((some for some in judged if some), [])
     return bool(results) and all(result.ok for result in results)
 
@@ -424,7 +424,7 @@ def _refusals(rows: Sequence[Row], tasks: Sequence[Task], device: torch.device) 
     """Why each row does not take the first case of its op."""
     refusals: dict[Row, str] = {}
     for op in {registry.op_of(row.op) for row in rows}:
-        first = next(case for case, mine in tasks if registry.op_of(mine[0].op) == op)
+        first = next(case for case, _ in tasks if case.op == op)
         posed = registry.part(op, "trial").Trial(first, device).problem
         refusals |= {row: row.refuses(posed) or "fit for no case" for row in rows if registry.op_of(row.op) == op}
     return refusals

@@ -21,10 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from adatom.bench import run
 from adatom.bench import tune as tuning
 from adatom.bench.report import heading, host_sheet, plot, sheets, tables
-from adatom.bench.rivals import Rival, installed, select
+from adatom.bench.rivals import every, installed, select
 from adatom.bench.timing import Clock, interleave, peak_bytes, slowed
 from adatom.device import facts
-from adatom.ops.attention.cases import Case
 from adatom.registry import PASSES, rows
 
 __all__ = ["command", "interleave", "peak_bytes", "plot", "tables"]
@@ -33,12 +32,12 @@ _HANG = 300  # seconds after which a case that has not ended is taken to hang
 
 
 def command(
-    op: Annotated[str, typer.Argument(help="The operation to time.")] = "attention",
+    op: Annotated[str | None, typer.Argument(help="The op to time; default: every one.")] = None,
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Write all results to this JSON file; with --group, beside what it holds.")
+        Path | None, typer.Option(help="Write all results to this JSON file; of one op or group, beside what it holds.")
     ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
@@ -56,19 +55,19 @@ def command(
         typer.echo(tables(json.loads(from_file.read_text())), nl=False)
         return
     try:
-        if op not in PASSES:
+        if op is not None and op not in PASSES:
             raise ValueError(f"no operation {op!r}; there are: {', '.join(PASSES)}")
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type not in ("cuda", "cpu") or where.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"no device {where}; see `adatom doctor`")
-        known = dict.fromkeys(row.backend for p in PASSES[op] for row in rows(p))
+        known = dict.fromkeys(row.backend for o in PASSES if op in (None, o) for p in PASSES[o] for row in rows(p))
         if backend not in (None, *known):
             raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}")
         chosen = select(rivals)
         if tune and where.type != "cuda":
             raise ValueError("--tune needs a GPU")
         keys = tuning.keys(group or []) if tune else []
-        work = {} if tune else run.groups(where, group or [], quick)
+        work = {} if tune else run.groups(where, group or [], quick, op)
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
             raise ValueError(f"--plot writes .svg or .png, not {plot_file.name}")
     except (ValueError, RuntimeError) as error:
@@ -76,13 +75,13 @@ def command(
     if tune:
         _tune(console, keys, where, budget, record)
         return
-    for rival in chosen:
+    for rival in every():
         version, why = installed(rival)
-        if version is None:
+        if version is None and rival.name in chosen:
             console.print(f"[dim]{rival.name}: {why}[/]")
     began = time.monotonic()
     by_name = rivals not in ("all", "none")
-    old = json.loads(record.read_text()) if group and record is not None and record.exists() else None
+    old = json.loads(record.read_text()) if (group or op) and record is not None and record.exists() else None
 
     def save(result: dict[str, Any]) -> None:
         _write(result if old is None else run.merged(old, result), record)
@@ -100,8 +99,8 @@ def command(
 
 def _bench(
     console: Console,
-    work: dict[str, tuple[Case, ...]],
-    rivals: tuple[Rival, ...],
+    work: dict[str, tuple[Any, ...]],
+    rivals: tuple[str, ...],
     by_name: bool,
     where: torch.device,
     backend: str | None,

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from adatom.bench.rivals import THREE_ORDERS
+from adatom.bench.rivals_attention import THREE_ORDERS
 
 WHOLE_STEP = (
     "bias",

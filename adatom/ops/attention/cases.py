@@ -56,6 +56,11 @@ class Case(NamedTuple):
     bias_grad: bool = True
 
     @property
+    def op(self) -> str:
+        """The op that the case is of."""
+        return "attention"
+
+    @property
     def bias_shape(self) -> tuple[int, ...] | None:
         """Shape of the bias: the scores' (batch, heads, seqlen_q, seqlen_k), or 1, dimension by dimension."""
         sizes = {"b": self.batch, "h": self.heads, "q": self.seqlen_q, "k": self.seqlen_k, "1": 1, "2": 2}
@@ -286,7 +291,7 @@ _KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
     (F32, "tf32"),
     (F32, "ieee"),
 )
-_DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128))
+_DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (40, 24), (128, 32), (192, 16))
 
 
 def _kind(dtype: torch.dtype, precision: str | None) -> str:
@@ -506,7 +511,7 @@ COMPILE: tuple[Case, ...] = (
     *(
         Case(f"{_kind(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
         for kind in (_KINDS[0], _KINDS[2])
-        for d, dv in ((40, 40), (192, 128))
+        for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
     ),
 )
 
