@@ -124,6 +124,7 @@ KV_CONFIGS[86] = KV_CONFIGS[80]
 KV_CONFIGS[100] = KV_CONFIGS[90] | LOW_TILES | {
     ("half bias", 64): Config(64, 64, 8, 2, tma=True, spill=1024),
     ("half", 64): Config(64, 64, 8, 2, tma=True),
+    ("tf32x3 bias", 64): LOW_TILES["tf32x3", 64],
 }
 
 BIAS_CONFIGS: Configs = {

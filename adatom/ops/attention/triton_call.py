@@ -108,7 +108,7 @@ def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:
 class Call:
     """One call as the kernels take it: all that follows from shapes and options."""
 
-    equal_tiles = True  # for both head_dims in float32, if small
+    widens = True  # whether tiles of v are as wide as `widths` says
 
     def __init__(self, x: Inputs, o: Options) -> None:
         q, v, bias = x.q, x.v, x.bias
@@ -130,11 +130,9 @@ class Call:
         self.bias_strides = broadcast_strides(bias)
         self.repeats = 1 if bias is None else self.batch // max(bias.shape[0], 1)
         self.generic = bias is not None or o.softcap > 0
-        dims = tile_dim(self.head_dim), tile_dim(self.head_dim_v)
-        # float32 at head_dim 40 with 24 of v, tiles of 64 and 32 columns, went wrong on an H100 under Triton 3.6
-        self.widened = self.equal_tiles and self.kind in ("tf32", "tf32x3") and dims[0] != dims[1] and max(dims) <= 64
-        if self.widened:
-            dims = max(dims), max(dims)
+        exact = tile_dim(self.head_dim), tile_dim(self.head_dim_v)
+        dims = self.widths(*exact) if self.widens else exact
+        self.widened = dims != exact
         self.meta = {
             "HEAD_DIM": self.head_dim,
             "HEAD_DIM_V": self.head_dim_v,
@@ -149,6 +147,13 @@ class Call:
             "VARLEN": self.varlen,
             "PRECISION": self.precision(),
         }
+
+    def widths(self, dim: int, dim_v: int) -> tuple[int, int]:
+        """Columns of the tiles of q and k, and of v. A tile of v of 32 columns beside one of 64 went wrong on an H100
+        under Triton 3.6 (docs/tuning.md): it gets 64 beside wider ones, and float32 one width for both up to 64."""
+        if self.kind in ("tf32", "tf32x3") and max(dim, dim_v) <= 64:
+            return max(dim, dim_v), max(dim, dim_v)
+        return dim, max(dim_v, 64) if dim > 32 and self.kind != "ieee" else dim_v
 
     def precision(self) -> str:
         """How products are computed: those of float32 by parts in float16 (docs/tuning.md)."""

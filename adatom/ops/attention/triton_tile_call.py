@@ -16,7 +16,7 @@ TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up 
 class TileCall(Call):
     """One call as the one-tile kernels take it."""
 
-    equal_tiles = False
+    widens = False
 
     def __init__(self, x: Inputs, o: Options, name: str, tables: TileConfigs) -> None:
         super().__init__(x, o)
