@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from adatom.ops.attention import limits as attention
 from adatom.ops.linear import limits as linear
+from adatom.ops.norm import limits as norm
 
 log = logging.getLogger("adatom")
 if os.environ.get("ADATOM_LOG"):
@@ -49,8 +50,10 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
     Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
     Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
+    Row("attention_bwd", "hopper_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_ordered),
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
     Row("attention_bwd", "hopper_any", "attention.hopper_bwd:backward", attention.hopper_bwd_any, deterministic=False),
+    Row("attention_bwd", "hopper_any_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_any),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
     Row("attention_bwd_bwd", "one_tile", "attention.triton_tile_second:backward_backward", attention.one_tile_second),
@@ -61,15 +64,24 @@ ROWS: tuple[Row, ...] = (
     Row("attention_jvp", "triton", "attention.triton_jvp:jvp", attention.triton),
     Row("attention_jvp", "torch_chunked", "attention.torch_chunked:jvp", attention.torch_chunked),
     Row("attention_jvp", "reference", "attention.reference:jvp", attention.reference),
+    Row("linear_fwd", "hopper", "linear.hopper_linear:forward", linear.hopper),
     Row("linear_fwd", "torch", "linear.torch_linear:forward", linear.torch_linear),
     Row("linear_fwd", "reference", "linear.reference:forward", linear.reference),
+    Row("linear_bwd", "hopper", "linear.hopper_linear:backward", linear.hopper),
     Row("linear_bwd", "torch", "linear.torch_linear:backward", linear.torch_linear),
     Row("linear_bwd", "reference", "linear.reference:backward", linear.reference),
+    Row("norm_fwd", "triton", "norm.triton_fwd:forward", norm.triton),
+    Row("norm_fwd", "torch", "norm.torch_native:forward", norm.torch_native),
+    Row("norm_fwd", "reference", "norm.reference:forward", norm.reference),
+    Row("norm_bwd", "triton", "norm.triton_bwd:backward", norm.triton),
+    Row("norm_bwd", "torch", "norm.torch_native:backward", norm.torch_native),
+    Row("norm_bwd", "reference", "norm.reference:backward", norm.reference),
 )
 
 PASSES: dict[str, tuple[str, ...]] = {
     "attention": ("attention_fwd", "attention_bwd", "attention_bwd_bwd", "attention_jvp"),
     "linear": ("linear_fwd", "linear_bwd"),
+    "norm": ("norm_fwd", "norm_bwd"),
 }
 
 

@@ -42,6 +42,10 @@ class Case(NamedTuple):
     magnitude: float = 1.0
 
     @property
+    def op(self) -> str:
+        return "gated" if self.gated else "linear"
+
+    @property
     def rows(self) -> int:
         return torch.Size(self.lead).numel()
 

@@ -1,0 +1,378 @@
+"""linear and gated on Hopper (Gluon): products with all that comes after them in their epilogues.
+
+A producer warp feeds two consumer warpgroups by TMA; programs are persistent. A consumer converts its accumulator in
+pieces of columns, and TMA stores them while it goes on. The second consumer begins LAG stages behind the first, so that
+the epilogue of the one runs under the products of the other.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from adatom.device import facts
+from adatom.ops.linear.problem import Inputs, Options
+from adatom.tiles.hopper import (
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    make_barriers,
+    mbarrier,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    slot,
+    wait_full,
+)
+from adatom.tiles.hopper_gemm import (
+    Launch,
+    acc_layout,
+    activation,
+    load_boxes,
+    make_ring,
+    multiply,
+    raster,
+    split_columns,
+    value_and_slope,
+)
+from adatom.tiles.triton_dense import gradient
+
+BLOCK_K = 64  # 128 bytes: the widest swizzle
+
+
+class Config(NamedTuple):
+    """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
+    `stages`, pieces of `piece` columns in `buffers` of each consumer; `lag` stages between the consumers; `group` rows
+    of tiles walked together."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    piece: int
+    buffers: int
+    lag: int
+    group: int = 16
+
+
+WIDE = Config(64, 256, 4, 64, 2, 2)
+NARROW = Config(64, 128, 6, 64, 2, 2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The constexprs of a kernel, together: see `_kernel`."""
+
+    ACT: str
+    GATED: bool
+    BIAS: bool
+    KEEP: bool
+    GRAD: bool
+    SUMS: bool
+    ADD: bool
+    A_COLS: bool
+    B_COLS: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    PIECE: int
+    BUFFERS: int
+    LAG: int
+    GROUP: int
+
+    @property
+    def OUT_N(self):
+        return self.BLOCK_N // 2 if self.GATED else self.BLOCK_N
+
+
+@gluon.constexpr_function
+def _plan(*args):
+    return Plan(*args)
+
+
+@gluon.jit
+def _tile(t, M, N, PLAN: gl.constexpr):
+    """First row and first column of tile t."""
+    ROWS: gl.constexpr = 2 * PLAN.BLOCK_M
+    COLUMNS: gl.constexpr = PLAN.OUT_N
+    GROUP: gl.constexpr = PLAN.GROUP
+    m, n = raster(t, (M + ROWS - 1) // ROWS, (N + COLUMNS - 1) // COLUMNS, GROUP)
+    return m * ROWS, n * COLUMNS
+
+
+@gluon.jit
+def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, n_tiles, PLAN: gl.constexpr):
+    STAGES: gl.constexpr = PLAN.STAGES
+    PARTS: gl.constexpr = 2 if PLAN.GATED else 1
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    A_COLS: gl.constexpr = PLAN.A_COLS
+    B_COLS: gl.constexpr = PLAN.B_COLS
+    BYTES: gl.constexpr = 2 * A.block_type.nbytes + PARTS * B.block_type.nbytes
+    n = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        row, column = _tile(t, M, N, PLAN)
+        for k in range(k_tiles):
+            wait_empty(empty, n, STAGES)
+            i = slot(n, STAGES)
+            bar = full.index(i)
+            mbarrier.expect(bar, BYTES)
+            load_boxes(A, row, k * 64, bar, a_s, 2 * i, BLOCK_M, 2, A_COLS)
+            load_boxes(B, column, k * 64, bar, b_s, PARTS * i, 0, 1, B_COLS)
+            if PLAN.GATED:
+                load_boxes(Up, column, k * 64, bar, b_s, PARTS * i + 1, 0, 1, B_COLS)
+            n += 1
+
+
+@gluon.jit
+def _emit(desc, x, row, column, c_s, C: gl.constexpr, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Piece NUMBER of a tile: round it, and begin to store it."""
+    buffer = c_s.index(C * PLAN.BUFFERS + NUMBER % PLAN.BUFFERS)
+    tma.store_wait(PLAN.BUFFERS - 1)  # what lay there before has left
+    gl.barrier()
+    buffer.store(x.to(buffer.dtype))
+    fence_async_shared()
+    gl.barrier()
+    if PLAN.ADD:
+        tma.async_atomic_add(desc, [row, column], buffer)
+    else:
+        tma.async_store(desc, [row, column], buffer)
+
+
+@gluon.jit
+def _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
+              PLAN: gl.constexpr):
+    ACT: gl.constexpr = PLAN.ACT
+    PIECE: gl.constexpr = PLAN.PIECE
+    PIECES: gl.constexpr = PLAN.OUT_N // PIECE
+    LAYOUT: gl.constexpr = acc_layout(PIECE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    if PLAN.GATED:
+        gates, ups = split_columns(acc, 2)
+        parts = split_columns(gates, PIECES)
+        others = split_columns(ups, PIECES)
+    else:
+        parts = split_columns(acc, PIECES)
+    if PLAN.BIAS:
+        bias_s.index(C).store(bias)
+    for p in gl.static_range(PIECES):
+        z = parts[p]
+        c = column + p * PIECE
+        if PLAN.BIAS:
+            z = z + bias_s.index(C).slice(p * PIECE, PIECE).load(COLUMNS)[None, :]
+        if PLAN.GRAD:
+            i = row + gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+            j = c + gl.arange(0, PIECE, layout=COLUMNS)
+            at = (i.to(gl.int64) * stride_d)[:, None] + j[None, :]
+            d = gl.load(D + at, mask=(i < M)[:, None] & (j < N)[None, :], other=0.0).to(gl.float32)
+            value, slope = value_and_slope(z, ACT)
+            if PLAN.GATED:
+                _emit(Pre, d * others[p] * slope, row, c, c_s, C, 2 * p, PLAN)
+                _emit(PreUp, d * value, row, c, c_s, C, 2 * p + 1, PLAN)
+            else:
+                dz = d * slope
+                _emit(Out, dz, row, c, c_s, C, p, PLAN)
+                if PLAN.SUMS:
+                    r = (row // PLAN.BLOCK_M).to(gl.int64) * N
+                    gl.store(Sums + r + j, gl.sum(dz, 0), mask=j < N)
+        elif PLAN.GATED:
+            if PLAN.KEEP:
+                _emit(Pre, z, row, c, c_s, C, 3 * p, PLAN)
+                _emit(PreUp, others[p], row, c, c_s, C, 3 * p + 1, PLAN)
+            _emit(Out, activation(z, ACT) * others[p], row, c, c_s, C, 3 * p + 2 if PLAN.KEEP else p, PLAN)
+        else:
+            if PLAN.KEEP:
+                _emit(Pre, z, row, c, c_s, C, 2 * p, PLAN)
+            _emit(Out, activation(z, ACT), row, c, c_s, C, 2 * p + 1 if PLAN.KEEP else p, PLAN)
+
+
+@gluon.jit
+def _consumer(Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, n_tiles, stride_d,
+              C: gl.constexpr, PLAN: gl.constexpr):
+    if C > 0:
+        if PLAN.LAG > 0:
+            if k_tiles > PLAN.LAG:
+                mbarrier.wait(full.index(PLAN.LAG), 0)
+    A_COLS: gl.constexpr = PLAN.A_COLS
+    B_COLS: gl.constexpr = PLAN.B_COLS
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    STAGES: gl.constexpr = PLAN.STAGES
+    n = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        row, column = _tile(t, M, N, PLAN)
+        bias = 0.0
+        if PLAN.BIAS:  # loaded before the products, one or two a thread
+            j = column + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0]))
+            bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
+        acc = multiply(a_s, b_s, full, empty, n, k_tiles, C, 2, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES)
+        n += k_tiles
+        _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row + C * BLOCK_M, column, M, N, stride_d, C,
+                  PLAN)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "n_tiles"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, n_tiles, stride_d,
+            ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
+            SUMS: gl.constexpr, ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
+            BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
+            GROUP: gl.constexpr):
+    """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
+
+    KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was given,
+    from D, that of Out; gated: to Pre and PreUp. SUMS: its sums over BLOCK_M rows, (rows / BLOCK_M, N). ADD: the result
+    is added to what Out holds. A_COLS, B_COLS: the operand is given as its transpose.
+    """
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, SUMS, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+                               BUFFERS, LAG, GROUP)
+    a_s = make_ring(A, STAGES, 2)
+    b_parts = make_ring(B, STAGES, 2 if GATED else 1)
+    b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], B.layout) if GATED else b_parts
+    c_s = make_ring(Out, BUFFERS, 2)
+    bias_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N if BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 2)
+    fence_async_shared()
+    gl.barrier()
+    let_next(True)
+    wait_for_previous(True)
+    gl.warp_specialize([
+        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, n_tiles,
+                     stride_d, 0, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, n_tiles,
+                     stride_d, 1, PLAN)),
+        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, n_tiles, PLAN)),
+    ], [4, 1], [240, 24])
+
+
+def _pick(rows: int, columns: int, sms: int) -> Config:
+    """The tile that finishes first: the time of a wave is that of a tile, and narrow ones waste a tenth."""
+    def waves(block: int) -> int:
+        return -(-(-(-rows // 128) * -(-columns // block)) // sms)
+
+    return WIDE if waves(256) * 256 <= 1.1 * waves(128) * 128 else NARROW
+
+
+_launches: dict[tuple, Launch] = {}
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, pre: tuple[torch.Tensor, ...] = (), dout: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None, act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
+) -> None:  # fmt: skip
+    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, sums)
+    device = facts(a.device)
+    options = act, keep, add, cols, device
+    key = options, tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    found = _launches.get(key)
+    if found is None:
+        if len(_launches) >= 4096:  # sizes that never repeat must not fill the memory
+            _launches.clear()
+        found = _launches[key] = _launch(tensors, *options)
+    found(*tensors)
+
+
+def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) -> Launch:
+    a, b, up, out, pre, _, dout, bias, sums = tensors
+    k, rows = a.shape if "a" in cols else a.shape[::-1]
+    columns = b.shape[1 if "b" in cols else 0]
+    wide = columns * (1 if up is None else 2)
+    config = _pick(rows, wide, device.sms)
+    out_n = config.block_n // (1 if up is None else 2)
+    piece = config.piece // 2 if add else config.piece
+    meta = dict(
+        ACT=act,
+        GATED=up is not None,
+        BIAS=bias is not None,
+        KEEP=keep,
+        GRAD=dout is not None,
+        SUMS=sums is not None,
+        ADD=add,
+        A_COLS="a" in cols,
+        B_COLS="b" in cols,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        PIECE=piece,
+        BUFFERS=config.buffers if sums is None else 1,  # the sums take shared memory too
+        LAG=config.lag,
+        GROUP=config.group,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    result = (config.block_m, piece)
+    blocks = {
+        "A": (BLOCK_K, config.block_m) if "a" in cols else (config.block_m, BLOCK_K),
+        "B": (BLOCK_K, out_n) if "b" in cols else (out_n, BLOCK_K),
+        "Up": (out_n, BLOCK_K),
+        "Out": result,
+        "Pre": result,
+        "PreUp": result,
+    }
+    n_tiles = -(-rows // (2 * config.block_m)) * -(-columns // out_n)
+    stride_d = 0 if dout is None else dout.stride(0)
+    scalars = (rows, columns, -(-k // BLOCK_K), n_tiles, stride_d)
+    return Launch(_kernel, min(n_tiles, device.sms), scalars, meta, 0, blocks)
+
+
+def _weights(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight, and the other one if gated."""
+    if o.gated and x.up is None:
+        half = x.weight.shape[0] // 2
+        return x.weight[:half], x.weight[half:]
+    return x.weight, x.up
+
+
+def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, pre); the contract is in reference.py."""
+    weight, up = _weights(x, o)
+    rows, n = x.x.shape[0], weight.shape[0]
+    out, pre = x.x.new_empty(rows, n), None
+    if keep and o.keeps == "pre":
+        pre = x.x.new_empty(rows, x.products)
+    halves = () if pre is None else (pre[:, :n], pre[:, n:]) if o.gated else (pre, pre)
+    _product(x.x, weight, out, up=up, bias=x.bias, pre=halves, act=o.activation, keep=pre is not None)
+    return out, pre
+
+
+def _dz(x: Inputs, o: Options, dout: torch.Tensor, sums: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dz from the inputs alone, and its sums over rows."""
+    weight, up = _weights(x, o)
+    rows, n = x.x.shape[0], weight.shape[0]
+    dz = x.x.new_empty(rows, x.products)
+    partial = x.x.new_empty(-(-rows // 128) * 2, n, dtype=torch.float32) if sums else None
+    halves = (dz[:, :n], dz[:, n:]) if o.gated else ()
+    _product(x.x, weight, dz, up=up, bias=x.bias, pre=halves, dout=dout, sums=partial, act=o.activation)
+    return dz, None if partial is None else partial.sum(0).to(x.x.dtype)
+
+
+def backward(
+    x: Inputs, o: Options, kept: torch.Tensor | None, dout: torch.Tensor, needs: tuple[bool, bool, bool],
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """(dx, dweight, dup, dbias); the contract is in reference.py."""
+    sums = needs[2] and x.bias is not None
+    if not o.keeps:
+        dz, dbias = dout, dout.sum(0) if sums else None
+    elif kept is None:
+        dz, dbias = _dz(x, o, dout, sums)
+    else:
+        dz, dbias = gradient(kept, dout, o.activation, o.gated, sums)
+    n = x.weight.shape[0]
+    dx = dweight = dup = None
+    if needs[0]:
+        dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+        _product(dz[:, :n], x.weight, dx, cols="b")
+        if x.up is not None:
+            dx.addmm_(dz[:, n:], x.up)
+    if needs[1] and into is not None:
+        _product(dz, x.x, into, cols="ab", add=True)
+    elif needs[1]:
+        dweight = x.weight.new_empty(x.weight.shape)
+        _product(dz[:, :n], x.x, dweight, cols="ab")
+        if x.up is not None:
+            dup = x.up.new_empty(x.up.shape)
+            _product(dz[:, n:], x.x, dup, cols="ab")
+    return dx, dweight, dup, dbias

@@ -1,0 +1,83 @@
+"""Device code that dense layers share (Triton): activations, their slopes, and the gradient of what one was given."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+import adatom.tiles.compat  # noqa: F401  (levels Triton versions)
+from adatom.tiles.launch import launch
+
+
+@triton.jit
+def _normal(x):
+    """The normal distribution's Phi(x), to float32 accuracy in both tails."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def value_and_slope(x, ACT: tl.constexpr):
+    """(a(x), a'(x)) of a float32 x."""
+    if ACT == "relu":
+        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+    elif ACT == "silu":
+        s = tl.sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACT == "gelu_tanh":
+        x2 = x * x
+        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627159536 * x2))
+        a = x * s
+        return a, s + a * (1.0 - s) * (1.5957691216057308 + 0.21406444881478608 * x2)
+    elif ACT == "gelu":
+        p = _normal(x)
+        return x * p, p + x * tl.exp(x * x * -0.5) * 0.3989422804014327
+    else:
+        return x, x * 0.0 + 1.0
+
+
+@triton.jit
+def _gradient_kernel(Z, D, DZ, Sums, M, N, stride_z, stride_d, stride_dz, ACT: tl.constexpr, GATED: tl.constexpr,
+                     SUMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr):
+    """dz from z, (M, N) or (M, 2 N) if GATED, and from D, the gradient of the result; a program takes BLOCK_N columns
+    of STEPS * BLOCK_M rows. SUMS: over these rows, (programs of a column, N)."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(N, BLOCK_N)
+    part = pid // blocks
+    j = (pid % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for step in range(STEPS):
+        i = (part * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = (i < M)[:, None] & (j < N)[None, :]
+        r = i.to(tl.int64)[:, None]
+        z = tl.load(Z + r * stride_z + j[None, :], mask=m, other=0.0).to(tl.float32)
+        d = tl.load(D + r * stride_d + j[None, :], mask=m, other=0.0).to(tl.float32)
+        value, slope = value_and_slope(z, ACT)
+        if GATED:
+            up = tl.load(Z + r * stride_z + N + j[None, :], mask=m, other=0.0).to(tl.float32)
+            tl.store(DZ + r * stride_dz + N + j[None, :], (d * value).to(DZ.dtype.element_ty), mask=m)
+            d *= up
+        dz = d * slope
+        tl.store(DZ + r * stride_dz + j[None, :], dz.to(DZ.dtype.element_ty), mask=m)
+        if SUMS:
+            total += tl.sum(dz, 0)
+    if SUMS:
+        tl.store(Sums + part.to(tl.int64) * N + j, total, mask=j < N)
+
+
+def gradient(
+    z: torch.Tensor, dout: torch.Tensor, act: str, gated: bool, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dz (rows, out), or (rows, 2 * out) if gated, of a(z) or a(gate) * up, from z and dout; and the sums of its rows.
+
+    The sums are in float32 over 64 rows each, which PyTorch adds: the same bits on every run.
+    """
+    rows, n = dout.shape
+    block_m, block_n, steps = 16, 256, 4
+    parts = -(-rows // (block_m * steps))
+    dz = z.new_empty(z.shape)
+    partial = z.new_empty(parts, n, dtype=torch.float32) if sums else None
+    args = (z, dout, dz, dz if partial is None else partial, rows, n, z.stride(0), dout.stride(0), dz.stride(0))
+    meta = dict(ACT=act, GATED=gated, SUMS=sums, BLOCK_M=block_m, BLOCK_N=block_n, STEPS=steps, num_warps=8)
+    launch(_gradient_kernel, parts * -(-n // block_n), args, meta)
+    return dz, None if partial is None else partial.sum(0).to(z.dtype)
