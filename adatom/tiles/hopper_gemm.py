@@ -13,8 +13,17 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adatom.tiles import launch
-from adatom.tiles.hopper import _GLUON_DTYPES, gl, gluon, mbarrier, release, slot, tma, wait_empty, wait_full
-from adatom.tiles.hopper import warpgroup_mma, warpgroup_mma_wait
+from adatom.tiles.hopper import (
+    _GLUON_DTYPES,
+    gl,
+    gluon,
+    release,
+    slot,
+    tma,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -51,7 +60,7 @@ def _upper_tail(x):
 def activation(x, ACT: gl.constexpr):
     """a(x)."""
     if ACT == "relu":
-        x = gl.maximum(x, 0.0)
+        x = gl.maximum(x, 0.0, propagate_nan=gl.PropagateNan.ALL)
     elif ACT == "silu":
         x = x * sigmoid(x)
     elif ACT == "gelu_tanh":  # x (1 + tanh u) / 2 = x sigmoid(2 u)
@@ -124,14 +133,21 @@ def make_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def load_boxes(desc, row, column, full, ring, first, STEP: gl.constexpr, PARTS: gl.constexpr, COLS: gl.constexpr):
-    """Begin to copy PARTS boxes, STEP rows apart, to buffers first.. of a ring; COLS: of the transpose of what lies in
-    memory."""
-    for i in gl.static_range(PARTS):
-        if COLS:
-            tma.async_load(desc, [column, row + i * STEP], full, ring.index(first + i))
-        else:
-            tma.async_load(desc, [row + i * STEP, column], full, ring.index(first + i))
+def load_box(desc, row, column, full, box, wanted, COLS: gl.constexpr):
+    """Begin to copy a box, if wanted; COLS: of the transpose of what lies in memory. Its bytes were expected."""
+    if COLS:
+        tma.async_load(desc, [column, row], full, box, wanted)
+    else:
+        tma.async_load(desc, [row, column], full, box, wanted)
+
+
+@gluon.jit
+def pass_by(full, empty, n, count, STAGES: gl.constexpr):
+    """n + count: let uses n.. of the ring go, which are another consumer's."""
+    for i in range(n, n + count):
+        wait_full(full, i, STAGES)
+        release(empty, i, STAGES)
+    return n + count
 
 
 # -- the main loop -----------------------------------------------------------------------------------------------------

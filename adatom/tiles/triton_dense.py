@@ -20,7 +20,7 @@ def _normal(x):
 def value_and_slope(x, ACT: tl.constexpr):
     """(a(x), a'(x)) of a float32 x."""
     if ACT == "relu":
-        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0.0, 1.0, 0.0)
     elif ACT == "silu":
         s = tl.sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))

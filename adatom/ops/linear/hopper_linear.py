@@ -1,8 +1,12 @@
 """linear and gated on Hopper (Gluon): products with all that comes after them in their epilogues.
 
 A producer warp feeds two consumer warpgroups by TMA; programs are persistent. A consumer converts its accumulator in
-pieces of columns, and TMA stores them while it goes on. The second consumer begins LAG stages behind the first, so that
-the epilogue of the one runs under the products of the other.
+pieces of columns, and TMA stores them while it goes on.
+
+The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are half a sum apart. A
+program works on a run of tiles below each other, so that the tiles of B come round for each of them. The first consumer
+sums over k = 0, 1, ... as they come, the second from the middle on: k = half, ..., last, and then, beside the first's next
+tile, k = 0, ..., half - 1. A sum does not mind where it begins.
 """
 
 from dataclasses import dataclass
@@ -19,19 +23,19 @@ from adatom.tiles.hopper import (
     let_next,
     make_barriers,
     mbarrier,
+    slot,
     tma,
     wait_empty,
     wait_for_previous,
-    slot,
-    wait_full,
 )
 from adatom.tiles.hopper_gemm import (
     Launch,
     acc_layout,
     activation,
-    load_boxes,
+    load_box,
     make_ring,
     multiply,
+    pass_by,
     raster,
     split_columns,
     value_and_slope,
@@ -43,20 +47,20 @@ BLOCK_K = 64  # 128 bytes: the widest swizzle
 
 class Config(NamedTuple):
     """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
-    `stages`, pieces of `piece` columns in `buffers` of each consumer; `lag` stages between the consumers; `group` rows
-    of tiles walked together."""
+    `stages`, pieces of `piece` columns in `buffers` of each consumer; `group` runs below each other walked together;
+    `longest` run."""
 
     block_m: int
     block_n: int
     stages: int
     piece: int
     buffers: int
-    lag: int
     group: int = 16
+    longest: int = 4
 
 
-WIDE = Config(64, 256, 4, 64, 2, 2)
-NARROW = Config(64, 128, 6, 64, 2, 2)
+WIDE = Config(64, 256, 4, 64, 2)
+NARROW = Config(64, 128, 6, 64, 2)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,6 @@ class Plan:
     STAGES: int
     PIECE: int
     BUFFERS: int
-    LAG: int
     GROUP: int
 
     @property
@@ -91,36 +94,46 @@ def _plan(*args):
 
 
 @gluon.jit
-def _tile(t, M, N, PLAN: gl.constexpr):
-    """First row and first column of tile t."""
+def _run(r, M, N, run, PLAN: gl.constexpr):
+    """First row, number of tiles and first column of run r, of up to `run` tiles."""
     ROWS: gl.constexpr = 2 * PLAN.BLOCK_M
     COLUMNS: gl.constexpr = PLAN.OUT_N
     GROUP: gl.constexpr = PLAN.GROUP
-    m, n = raster(t, (M + ROWS - 1) // ROWS, (N + COLUMNS - 1) // COLUMNS, GROUP)
-    return m * ROWS, n * COLUMNS
+    tiles = (M + ROWS - 1) // ROWS
+    m, n = raster(r, (tiles + run - 1) // run, (N + COLUMNS - 1) // COLUMNS, GROUP)
+    return m * run * ROWS, gl.minimum(tiles - m * run, run), n * COLUMNS
 
 
 @gluon.jit
-def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, n_tiles, PLAN: gl.constexpr):
+def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, run, n_runs, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
-    PARTS: gl.constexpr = 2 if PLAN.GATED else 1
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
-    BYTES: gl.constexpr = 2 * A.block_type.nbytes + PARTS * B.block_type.nbytes
+    PARTS: gl.constexpr = 2 if PLAN.GATED else 1
+    BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
+    half = k_tiles // 2
     n = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        row, column = _tile(t, M, N, PLAN)
-        for k in range(k_tiles):
-            wait_empty(empty, n, STAGES)
-            i = slot(n, STAGES)
-            bar = full.index(i)
-            mbarrier.expect(bar, BYTES)
-            load_boxes(A, row, k * 64, bar, a_s, 2 * i, BLOCK_M, 2, A_COLS)
-            load_boxes(B, column, k * 64, bar, b_s, PARTS * i, 0, 1, B_COLS)
-            if PLAN.GATED:
-                load_boxes(Up, column, k * 64, bar, b_s, PARTS * i + 1, 0, 1, B_COLS)
-            n += 1
+    for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
+        row, count, column = _run(r, M, N, run, PLAN)
+        for tile in range(count + 1):
+            first = tile < count  # beyond the last tile, the second consumer's sum comes to its end
+            for k in range(gl.where(first, k_tiles, half)):
+                second = (k >= half) | (tile > 0)
+                wait_empty(empty, n, STAGES)
+                i = slot(n, STAGES)
+                bar = full.index(i)
+                if first & second:
+                    mbarrier.expect(bar, BYTES + A.block_type.nbytes)
+                else:
+                    mbarrier.expect(bar, BYTES)
+                above = row + gl.where(k >= half, tile, tile - 1) * (2 * BLOCK_M) + BLOCK_M
+                load_box(A, row + tile * (2 * BLOCK_M), k * 64, bar, a_s.index(2 * i), first, A_COLS)
+                load_box(A, above, k * 64, bar, a_s.index(2 * i + 1), second, A_COLS)
+                load_box(B, column, k * 64, bar, b_s.index(PARTS * i), True, B_COLS)
+                if PLAN.GATED:
+                    load_box(Up, column, k * 64, bar, b_s.index(PARTS * i + 1), True, B_COLS)
+                n += 1
 
 
 @gluon.jit
@@ -186,36 +199,37 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row, column, M, 
 
 
 @gluon.jit
-def _consumer(Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, n_tiles, stride_d,
-              C: gl.constexpr, PLAN: gl.constexpr):
-    if C > 0:
-        if PLAN.LAG > 0:
-            if k_tiles > PLAN.LAG:
-                mbarrier.wait(full.index(PLAN.LAG), 0)
+def _consumer(Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, run, n_runs,
+              stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
     n = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        row, column = _tile(t, M, N, PLAN)
-        bias = 0.0
-        if PLAN.BIAS:  # loaded before the products, one or two a thread
-            j = column + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0]))
-            bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
-        acc = multiply(a_s, b_s, full, empty, n, k_tiles, C, 2, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES)
-        n += k_tiles
-        _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row + C * BLOCK_M, column, M, N, stride_d, C,
-                  PLAN)
+    for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
+        row, count, column = _run(r, M, N, run, PLAN)
+        if C == 1:
+            n = pass_by(full, empty, n, k_tiles // 2, STAGES)
+        for tile in range(count):
+            bias = 0.0
+            if PLAN.BIAS:  # loaded before the products, one or two a thread
+                j = column + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0]))
+                bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
+            acc = multiply(a_s, b_s, full, empty, n, k_tiles, C, 2, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES)
+            n += k_tiles
+            _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
+                      stride_d, C, PLAN)
+        if C == 0:
+            n = pass_by(full, empty, n, k_tiles // 2, STAGES)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "n_tiles"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, n_tiles, stride_d,
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "run", "n_runs"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, run, n_runs, stride_d,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
             SUMS: gl.constexpr, ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
-            BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
+            BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
             GROUP: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
 
@@ -224,7 +238,7 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, n_tiles, st
     is added to what Out holds. A_COLS, B_COLS: the operand is given as its transpose.
     """
     PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, SUMS, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
-                               BUFFERS, LAG, GROUP)
+                               BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
     b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], B.layout) if GATED else b_parts
@@ -237,20 +251,30 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, n_tiles, st
     let_next(True)
     wait_for_previous(True)
     gl.warp_specialize([
-        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, n_tiles,
-                     stride_d, 0, PLAN)),
-        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, n_tiles,
-                     stride_d, 1, PLAN)),
-        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, n_tiles, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, run,
+                     n_runs, stride_d, 0, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, run,
+                     n_runs, stride_d, 1, PLAN)),
+        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, run, n_runs, PLAN)),
     ], [4, 1], [240, 24])
 
 
 def _pick(rows: int, columns: int, sms: int) -> Config:
     """The tile that finishes first: the time of a wave is that of a tile, and narrow ones waste a tenth."""
+
     def waves(block: int) -> int:
         return -(-(-(-rows // 128) * -(-columns // block)) // sms)
 
     return WIDE if waves(256) * 256 <= 1.1 * waves(128) * 128 else NARROW
+
+
+def _length(rows: int, columns: int, longest: int, sms: int) -> int:
+    """How many of rows x columns tiles make a run: as long as possible, if no program works longer for it."""
+
+    def time(length: int) -> float:
+        return -(-(-(-rows // length) * columns) // sms) * (length + 0.25)
+
+    return min(range(1, longest + 1), key=time)
 
 
 _launches: dict[tuple, Launch] = {}
@@ -281,7 +305,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) 
     wide = columns * (1 if up is None else 2)
     config = _pick(rows, wide, device.sms)
     out_n = config.block_n // (1 if up is None else 2)
-    piece = config.piece // 2 if add else config.piece
+    piece = config.piece // 2 if add or dout is not None else config.piece  # float32, or registers for D
     meta = dict(
         ACT=act,
         GATED=up is not None,
@@ -296,8 +320,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) 
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=piece,
-        BUFFERS=config.buffers if sums is None else 1,  # the sums take shared memory too
-        LAG=config.lag,
+        BUFFERS=config.buffers,
         GROUP=config.group,
         num_warps=4,
         launch_pdl=True,
@@ -311,10 +334,13 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) 
         "Pre": result,
         "PreUp": result,
     }
-    n_tiles = -(-rows // (2 * config.block_m)) * -(-columns // out_n)
+    tiles = -(-rows // (2 * config.block_m)), -(-columns // out_n)
+    run = _length(*tiles, config.longest, device.sms)
+    n_runs = -(-tiles[0] // run) * tiles[1]
     stride_d = 0 if dout is None else dout.stride(0)
-    scalars = (rows, columns, -(-k // BLOCK_K), n_tiles, stride_d)
-    return Launch(_kernel, min(n_tiles, device.sms), scalars, meta, 0, blocks)
+    scalars = (rows, columns, -(-k // BLOCK_K), run, n_runs, stride_d)
+    spill = 0 if dout is None else 320
+    return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
 def _weights(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor | None]:

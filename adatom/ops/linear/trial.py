@@ -37,7 +37,7 @@ class Trial:
 
     def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
         self.case = case
-        self.x, self.o, self.recompute, _ = self.inputs_of(**self.cases.make(case, device, seed))
+        self.x, self.o, self.recompute, _ = self.inputs_of(**cases.make(case, device, seed))
         random = torch.Generator(device).manual_seed(seed + 1)
         shape, wide = (self.x.x.shape[0], case.out_features), torch.bfloat16 if case.huge else torch.float32
         self.dout = torch.randn(shape, generator=random, device=device, dtype=wide).to(case.dtype)
@@ -45,7 +45,6 @@ class Trial:
         self.forwards: dict[str, tuple[Any, ...]] = {}  # results by backend, for its derivatives
         self._truth: dict[str, Tensors] = {}
 
-    cases = cases
     inputs_of = staticmethod(api.inputs_of)
     outputs = OUTPUTS
 
