@@ -60,7 +60,7 @@ def _upper_tail(x):
 def activation(x, ACT: gl.constexpr):
     """a(x)."""
     if ACT == "relu":
-        x = gl.maximum(x, 0.0, propagate_nan=gl.PropagateNan.ALL)
+        x = gl.where(x < 0.0, 0.0, x)  # NaN stays
     elif ACT == "silu":
         x = x * sigmoid(x)
     elif ACT == "gelu_tanh":  # x (1 + tanh u) / 2 = x sigmoid(2 u)
