@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from adatom.check import require
 from adatom.ops.attention.api import attention
+from adatom.ops.norm.api import layer_norm, rms_norm
 
 
 class Attention(nn.Module):
@@ -166,3 +169,42 @@ def _and(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
     if a.dtype == torch.bool:
         a, b = b, a
     return torch.where(b, a, -torch.inf) if b.dtype == torch.bool else a + b
+
+
+class RMSNorm(nn.RMSNorm):
+    """`adatom.rms_norm` with a learned weight; over the last dimension only.
+
+    The state_dict is nn.RMSNorm's. eps: None is what nn.RMSNorm takes it for, the epsilon of x's dtype.
+    """
+
+    def __init__(
+        self, dim: int, eps: float | None = 1e-6, elementwise_affine: bool = True, *, backend: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps, elementwise_affine, device=device, dtype=dtype)
+        require(len(self.normalized_shape) == 1, "one dimension to normalise", dim=dim)
+        self.backend = backend
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """y of x's shape (..., dim); with a residual, (y, x + residual)."""
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return rms_norm(x, self.weight, eps=eps, residual=residual, backend=self.backend)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`adatom.layer_norm` with a learned weight and bias; over the last dimension only.
+
+    The state_dict is nn.LayerNorm's.
+    """
+
+    def __init__(
+        self, dim: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, *,
+        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        require(len(self.normalized_shape) == 1, "one dimension to normalise", dim=dim)
+        self.backend = backend
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """y of x's shape (..., dim); with a residual, (y, x + residual)."""
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, backend=self.backend)

@@ -1,0 +1,327 @@
+"""rms_norm and layer_norm: values and derivatives, dtypes, layouts, transforms and modules, without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+
+import adatom
+from adatom import device, registry, verify
+from adatom import nn as modules
+from adatom.device import Device
+from adatom.ops.norm import api, cases, limits, reference, trial
+from adatom.ops.norm.problem import problem
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+H100 = Device("cuda", 90, 132, 232448)
+NORMS = (adatom.rms_norm, adatom.layer_norm)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def drawn(*shape, dtype=F64, grad=True):
+    return torch.randn(shape, dtype=dtype).requires_grad_(grad)
+
+
+def arguments(norm, n=7, rows=(2, 3), dtype=F64, residual=False):
+    """x, weight, bias (of layer_norm) and residual."""
+    given = [drawn(*rows, n, dtype=dtype), drawn(n, dtype=dtype)]
+    if norm is adatom.layer_norm:
+        given.append(drawn(n, dtype=dtype))
+    return (*given, drawn(*rows, n, dtype=dtype)) if residual else tuple(given)
+
+
+def called(norm, *given, residual=False, **options):
+    """norm of `arguments`."""
+    return norm(*given[:-1], residual=given[-1], **options) if residual else norm(*given, **options)
+
+
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
+def test_every_row_agrees_with_float64(case):
+    rows = verify.rows_of("norm")
+    results = verify.run(cases=(case,), rows=rows, device="cpu")
+    assert {r.backend for r in results} >= {"torch", "reference"}
+    assert all(r.ok for r in results), [r for r in results if not r.ok]
+
+
+def test_the_kernels_agree_with_float64_in_the_interpreter():
+    """Every small case, then again with rows in chunks and rows beyond all tiles, which small ones are not."""
+    program = """
+from adatom import verify
+from adatom.ops.norm import cases, triton_bwd, triton_fwd
+from adatom.ops.norm.triton_rows import Config
+
+def check():
+    rows = [row for row in verify.rows_of("norm") if row.backend == "triton"]
+    small = [case for case in cases.SMALL if case.dtype.itemsize < 8]
+    results = verify.run(cases=small, rows=rows, device="cpu")
+    assert len(results) == 2 * len(small), len(results)
+    assert all(r.ok for r in results), [r for r in results if not r.ok]
+
+check()
+triton_fwd.CONFIGS = {(size, 2**14): Config(1, 4, 2, chunks=4) for size in (2, 4)}
+triton_bwd.CONFIGS = {(size, 2**14): Config(1, 4, 1, chunks=4) for size in (2, 4)}
+triton_bwd.SUMMED = 128  # so that the sums of longer rows, or of their biases, are a pass of their own
+triton_bwd.COLUMNS_BLOCK = 32
+check()
+triton_fwd.CONFIGS = triton_bwd.CONFIGS = {}
+triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = 64
+check()
+"""
+    environment = {"TRITON_INTERPRET": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_wrong_backward_is_refused():
+    def forgetful(*args):
+        dx, *rest = reference.backward(*args)
+        return dx - dx.mean(-1, keepdim=True) * 0.05, *rest
+
+    case = next(c for c in cases.SMALL if c.name == "f32 rms")
+    row = registry.Row("norm_bwd", "wrong", forgetful, limits.reference)
+    assert not any(r.ok for r in verify.run(cases=(case,), rows=(row,), device="cpu"))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", (F32, F64))
+def test_it_is_what_pytorch_computes(norm, dtype):
+    x, w, *b = arguments(norm, 33, dtype=dtype)
+    theirs = F.layer_norm(x, (33,), w, *b, 1e-5) if b else F.rms_norm(x, (33,), w, 1e-6)
+    ours = norm(x, w, *b)
+    torch.testing.assert_close(ours, theirs)
+    dy = torch.randn_like(x)
+    for mine, yours in zip(
+        torch.autograd.grad(ours, (x, w, *b), dy), torch.autograd.grad(theirs, (x, w, *b), dy), strict=True
+    ):
+        torch.testing.assert_close(mine, yours)
+
+
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("norm", NORMS)
+def test_first_and_second_derivatives(norm, residual):
+    given = arguments(norm, residual=residual)
+
+    def call(*given):
+        return called(norm, *given, residual=residual, eps=0.1)
+
+    assert gradcheck(call, given, check_forward_ad=True)
+    assert gradgradcheck(call, given, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_derivatives_where_some_are_wanted(norm):
+    """Without weight and bias, and with one of them frozen."""
+    x, w, *b = arguments(norm)
+    assert gradgradcheck(lambda x: norm(x), (x,))
+    assert gradgradcheck(lambda w: norm(x.detach(), w, *(t.detach() for t in b)), (w,))
+    (dx,) = torch.autograd.grad(norm(x, w.detach(), *b).square().sum(), (x,))
+    assert dx.shape == x.shape
+    y, h = norm(x, w, *b, residual=x.detach())
+    (dx,) = torch.autograd.grad(h.square().sum(), (x,))  # through the new residual alone
+    torch.testing.assert_close(dx, 2 * h)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_third_derivatives_are_right(norm):
+    x, w, *b = arguments(norm, 5, (2,))
+
+    def gradient(x, w):
+        y = norm(x, w, *(t.detach() for t in b), eps=0.1)
+        return torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)[0]
+
+    assert gradgradcheck(gradient, (x, w))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_transforms(norm):
+    x, w, *b = (t.detach() for t in arguments(norm, rows=(4, 3)))
+
+    def loss(x):
+        return norm(x, w, *b).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss))(x)
+    torch.testing.assert_close(each, torch.stack([torch.func.grad(loss)(one) for one in x]))
+    hessian = torch.func.hessian(loss)(x[0, 0])
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(loss, x[0, 0]))
+
+
+def test_dtypes_of_results():
+    x, r = drawn(4, 16, dtype=BF16), drawn(4, 16, dtype=F32)
+    w = drawn(16, dtype=F32)
+    y = adatom.rms_norm(x, w)
+    assert y.dtype == BF16
+    dx, dw = torch.autograd.grad(y.float().sum(), (x, w))
+    assert (dx.dtype, dw.dtype) == (BF16, F32)
+    y, h = adatom.rms_norm(x, w, residual=r)
+    assert (y.dtype, h.dtype) == (BF16, F32)
+    dx, dr = torch.autograd.grad(y.float().sum() + h.sum(), (x, r))
+    assert (dx.dtype, dr.dtype) == (BF16, F32)
+    torch.testing.assert_close(dx, dr.to(BF16))
+
+
+def test_a_residual_is_added_as_pytorch_adds_it():
+    x, r, w = drawn(9, 40, dtype=BF16), drawn(9, 40, dtype=BF16), drawn(40, dtype=BF16)
+    y, h = adatom.rms_norm(x, w, residual=r)
+    assert torch.equal(h, x + r)
+    assert torch.equal(y, adatom.rms_norm(x + r, w))
+
+
+@pytest.mark.parametrize("shape", ((), (0,), (0, 3), (2, 0)))
+@pytest.mark.parametrize("norm", NORMS)
+def test_empty_and_single(norm, shape):
+    for n in (0, 1, 6):
+        given = arguments(norm, n, shape, F32)
+        y = norm(*given)
+        assert y.shape == (*shape, n) and not y.isnan().any()
+        grads = torch.autograd.grad(y.sum(), given)
+        assert [g.shape for g in grads] == [t.shape for t in given]
+        assert not any(g.isnan().any() for g in grads)
+
+
+def test_results_are_contiguous_whatever_x_is():
+    x = torch.randn(5, 3, 8).transpose(0, 1)
+    y, h = adatom.layer_norm(x, residual=x)
+    assert y.is_contiguous() and h.is_contiguous()
+    torch.testing.assert_close(y, F.layer_norm(x + x, (8,)))
+
+
+def test_wrong_arguments():
+    x, w = torch.randn(2, 8), torch.randn(8)
+    with pytest.raises(ValueError, match=r"weight and bias \(length,\).*float32\[7\]"):
+        adatom.rms_norm(x, w[:7])
+    with pytest.raises(ValueError, match="residual of x's shape"):
+        adatom.rms_norm(x, w, residual=x[0])
+    with pytest.raises(TypeError, match="float16, bfloat16"):
+        adatom.rms_norm(x.int(), w)
+    with pytest.raises(TypeError, match="tensors"):
+        adatom.layer_norm(x, 2.0)
+    with pytest.raises(ValueError, match="one device"):
+        adatom.layer_norm(x, w.to("meta"))
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        adatom.layer_norm(x, w, backend="triton")
+
+
+def test_explain():
+    table = adatom.explain("norm", torch.randn(2, 8), torch.randn(8))
+    assert [(v.op, v.backend) for v in table if v.chosen] == [("norm_fwd", "torch"), ("norm_bwd", "torch")]
+
+
+def test_what_runs_on_a_gpu():
+    def chosen(x, *rest, where=H100):
+        with device.pretend(where):
+            return registry.choose("norm_fwd", problem(x, *rest, centred=False)).backend
+
+    x, w = torch.empty(4, 64, dtype=BF16), torch.empty(64)
+    assert chosen(x, None, w, None) == "triton"
+    assert chosen(x, x.float(), None, None) == "triton"
+    assert chosen(x.double(), None, None, None) == "torch"
+    assert chosen(x, None, w.double(), None) == "torch"
+    assert chosen(x, None, w, None, where=H100._replace(arch=75)) == "torch"
+
+
+def test_autocast_of_a_cpu_changes_nothing():
+    """As PyTorch's: on CPUs its norms are on no list; on CUDA they run in float32."""
+    x, w = torch.randn(4, 8, dtype=BF16), torch.randn(8, dtype=BF16)
+    with torch.autocast("cpu", BF16):
+        assert adatom.layer_norm(x, w).dtype == F.layer_norm(x, (8,), w).dtype == BF16
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_compiled(norm):
+    given = arguments(norm, 16, (3, 4), F32, residual=True)
+
+    def step(*given):
+        y, h = called(norm, *given, residual=True)
+        return y * 2 + h
+
+    ours = torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(ours, step(*given))
+    dy = torch.randn_like(ours)
+    for mine, yours in zip(torch.autograd.grad(ours, given, dy), torch.autograd.grad(step(*given), given, dy)):
+        torch.testing.assert_close(mine, yours)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("residual", (False, True))
+def test_operators_pass_opcheck(norm, residual):
+    given = arguments(norm, 16, (3, 4), F32)
+    x, w, b = (*given, None)[:3]
+    r = drawn(3, 4, 16, dtype=F32) if residual else None
+    centred = norm is adatom.layer_norm
+    call = (x, r, w, b, 1e-5, centred, None)
+    torch.library.opcheck(torch.ops.adatom.norm_fwd.default, call)
+    y, h, mean, rstd = (t.detach() for t in torch.ops.adatom.norm_fwd(*call))
+    h = h.requires_grad_() if residual else x
+    back = (h, w, b, drawn(3, 4, 16, dtype=F32), y if residual else None, mean, rstd, 1e-5, centred, None, True, True)
+    torch.library.opcheck(torch.ops.adatom.norm_bwd.default, back)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    (
+        (modules.RMSNorm(8), torch.nn.RMSNorm(8, 1e-6)),
+        (modules.RMSNorm(8, None, False), torch.nn.RMSNorm(8, None, False)),
+        (modules.LayerNorm(8), torch.nn.LayerNorm(8)),
+        (modules.LayerNorm(8, 1e-3, bias=False), torch.nn.LayerNorm(8, 1e-3, bias=False)),
+    ),
+)
+def test_modules_take_the_state_of_pytorchs(ours, theirs):
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(ours(x), theirs(x))
+    y, h = ours(x, residual=x)
+    torch.testing.assert_close((y, h), (theirs(2 * x), 2 * x))
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_modules_normalise_one_dimension():
+    with pytest.raises(ValueError, match="one dimension"):
+        modules.RMSNorm((2, 3))
+
+
+def test_huge_cases_are_judged_by_parts():
+    """The parts of a case judged as if it were huge hold what the whole holds, and a wrong sum shows."""
+    case = cases.SMALL[2]._replace(lead=(200,), name="judged by parts")
+
+    class Huge(type(case)):
+        huge = True
+
+    one = trial.Trial(case, torch.device("cpu"))
+    one.case = Huge(*case)
+    results = verify.named("norm_bwd", reference.backward(*one.arguments("norm_bwd")))
+    judged = [verify.judge(part, "norm_bwd", some) for part, some in one.parts(results)]
+    assert len(judged) == 3 and all(ratio <= 1 for _, ratio, _ in judged), judged
+    results["dweight"] = results["dweight"] * 1.01
+    assert verify.judge(*[(part, "norm_bwd", some) for part, some in one.parts(results)][-1])[1] > 1
+
+
+def test_cases_reach_every_tile():
+    from adatom.ops.norm import triton_bwd, triton_fwd
+
+    for kernels in (triton_fwd, triton_bwd):
+        for size, length in kernels.CONFIGS:
+            found = [c for c in (*cases.GPU, *cases.COMPILE) if c.dtype.itemsize == size and c.length == length]
+            assert {c.op for c in found} == {"norm"} and len(found) >= 3
+    assert max(c.length for c in cases.GPU) > max(length for _, length in triton_bwd.CONFIGS)
+    assert any(c.huge for c in cases.GPU)
+
+
+def test_bench_groups_hold_the_shapes_to_beat():
+    shapes = {(c.rows, c.length) for group in cases.BENCH.values() for c in group}
+    assert shapes == {(32768, 1024), (32768, 4096), (8192, 8192), (4096, 32768)}
+    case = cases.BENCH["rms"][0]
+    assert cases.bytes_moved(case, "norm_fwd") == 4 * 32768 * 1024
+    assert cases.bytes_moved(case, "norm_bwd") == 6 * 32768 * 1024
+    assert api.problem_of(**cases.make(case._replace(lead=(2,)), "cpu"))[0].length == 1024
+
+
+def test_the_page_names_every_file():
+    page = (Path(__file__).parents[1] / "docs" / "norm.md").read_text()
+    assert all(name in page for name in ("triton_fwd.py", "triton_bwd.py", "reference.py"))
