@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from adatom import compile as compiling
 from adatom.cli import app
-from adatom.ops.attention.cases import COMPILE, COMPILE_TILE
-from adatom.ops.attention.trial import QUICK_CASES, QUICK_TILES
+from adatom.ops.attention.trial import COMPILE, COMPILE_TILE, QUICK_CASES, QUICK_TILES
 
 ROOT = Path(__file__).parents[1]
 TOYS = """

@@ -28,7 +28,7 @@ def chosen(problem):
 
 
 def test_neighbour_attention_runs_in_one_tile():
-    for keys in (16, 24, 32, 64):
+    for keys in (16, 24, 32, 64, 88, 128):
         bias = torch.empty(1000, 1, 1, keys, requires_grad=True)
         assert chosen(posed(queries=keys, keys=keys, bias=bias)) == {"one_tile"}
         assert chosen(posed(queries=keys, keys=keys, dtype=torch.bfloat16)) == {"one_tile"}
@@ -37,8 +37,8 @@ def test_neighbour_attention_runs_in_one_tile():
 @pytest.mark.parametrize(
     "problem, words",
     [
-        (posed(keys=65), "at most 128 queries and 64 keys"),
-        (posed(queries=129), "at most 128 queries and 64 keys"),
+        (posed(keys=129), "at most 128 queries and 128 keys"),
+        (posed(queries=129), "at most 128 queries and 128 keys"),
         (posed(dim=72), "head_dim up to 64; got 72"),
         (posed(dtype=torch.float64), "float16, bfloat16 and float32"),
         (posed(bias=torch.empty(8, 64, 64, requires_grad=True)), "no gradient of a full bias"),

@@ -55,6 +55,9 @@ def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", HOPPER).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(seqlen_q=1024, seqlen_k=1024, least_length=512)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(window=True, window_keys=2048)).backend == "hopper"
+    assert choose("attention_bwd", HOPPER._replace(kv_lens=True)).backend == "hopper"
+    assert choose("attention_bwd", HOPPER._replace(deterministic=True)).backend == "hopper_ordered"
+    assert choose("attention_bwd", HOPPER, "deterministic").backend == "hopper_ordered"
     for other in (
         {"seqlen_q": 512, "least_length": 512},
         {"head_dim": 64, "head_dim_v": 64, "seqlen_k": 1024, "least_length": 512},
@@ -63,6 +66,7 @@ def test_hopper_where_it_is_faster():
         {"batch": 1, "kv_heads": 1},
         {"window": True, "window_keys": 1024},
         {"softcap": True, "causal": True},
+        {"varlen": True, "batch": 64},
     ):
         slow = HOPPER._replace(**other)
         assert choose("attention_bwd", slow).backend == "triton"
@@ -79,10 +83,7 @@ def test_hopper_where_it_is_faster():
         ({"head_dim_v": 192}, "v's head_dim must be"),
         ({"seqlen_k": 0}, "empty"),
         ({"bias": "full"}, "takes no bias"),
-        ({"varlen": True}, "packed"),
-        ({"kv_lens": True}, "kv_lens"),
         ({"tma": False}, "multiples of 16 bytes"),
-        ({"deterministic": True}, "not deterministic"),
     ],
 )
 def test_what_hopper_does_not_take(change, words):
@@ -169,7 +170,7 @@ def test_hopper_takes_the_forward(problem):
         (attended(dims=(128, 128), **biased(8, 8, 512, 512, dtype=torch.float32)), "float32 bias"),
         (attended(bias=torch.empty(8, 8, 1, 512).expand(8, 8, 512, 512)), "needs a bias with contiguous keys"),
         (attended()._replace(tma=False), "addresses and strides of q, k and v"),
-        (attended()._replace(varlen=True), "packed sequences"),
+        (attended()._replace(varlen=True, heads=1), "so few queries"),
     ],
 )
 def test_hopper_says_what_it_leaves_to_triton(problem, why):
@@ -269,8 +270,8 @@ def test_explain_prints_every_row_and_computes_nothing():
     with pretend(MACHINES["sm_90"]):
         text = str(adatom.explain("attention", q, q, q, causal=True, backend="torch_chunked"))
     assert text.count("-> torch_chunked  runs") == len(PASSES)
-    refusals = text.count("takes float16 and bfloat16") + text.count("at most 128 queries and 64 keys")
-    assert text.count("backend='torch_chunked' was asked for") == len(ROWS) - len(PASSES) - refusals
+    refusals = text.count("takes float16 and bfloat16") + text.count("at most 128 queries and 128 keys")
+    assert text.count("backend='torch_chunked' was asked for") == sum(row.op in PASSES for row in ROWS) - len(PASSES) - refusals
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)
 

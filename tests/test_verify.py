@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from adatom import evidence, registry, verify
 from adatom.ops.attention import cases, reference
 from adatom.ops.attention.api import inputs_of
-from adatom.ops.attention.cases import BENCH, BENCH_CPU, COMPILE, GPU, QUICK, SMALL, Case
-from adatom.ops.attention.trial import OUTPUTS, Trial, _EmulateTF32, _round_tf32, shrunk
+from adatom.ops.attention.cases import BENCH, BENCH_CPU, GPU, QUICK, SMALL, Case
+from adatom.ops.attention.trial import COMPILE, OUTPUTS, Trial, _EmulateTF32, _round_tf32, shrunk
 
 CPU = torch.device("cpu")
 F32 = torch.float32

@@ -121,7 +121,7 @@ class Potential(nn.Module):
     def __init__(
         self,
         elements: Sequence[int] = ELEMENTS,
-        cutoff: float = 5.5,
+        cutoff: float = 5.0,
         width: int = 48,
         heads: int = 16,
         kv_heads: int = 4,

@@ -1,6 +1,6 @@
 """Device code of the one-tile attention kernels: all keys of a (batch, head) lie in one tile.
 
-A program owns one key head of one batch element. Score tiles are queries x keys. What a product needs of a
+A program owns one (batch, head). Score tiles are queries x keys. What a product needs of a
 tile, an operand, is computed once and serves all products of that tile, transposed or not.
 """
 
@@ -99,12 +99,12 @@ def column_sums(a, rows: tl.constexpr, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def place(pid, Lens, kv_heads, len_k, LENS: tl.constexpr):
-    """What a program owns: (batch element, key head, the keys that exist there)."""
-    b = pid // kv_heads
+def place(pid, Lens, heads, len_k, LENS: tl.constexpr):
+    """What a program owns: (batch element, head, the keys that exist there)."""
+    b = pid // heads
     if LENS:
         len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-    return b, pid % kv_heads, len_k
+    return b, pid % heads, len_k
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included.
 GPU, and QUICK among them: the same ideas at lengths that fill many tiles, every head_dim bucket, large batches, over
 2**31 elements.
-COMPILE, COMPILE_TILE: cases that together reach every kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
+BENCH, BENCH_CPU: groups of cases to time. Those to compile are in trial.py.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ SMALL: tuple[Case, ...] = (
     Case("everything f16", 2, 4, 1, 17, 33, 16, 24, F16, bias="b1qk-inf", causal=True, softcap=4.0, sinks=True),
 )
 
-_KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
+KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
     (BF16, None),
     (F16, None),
     (F32, "tf32x3"),
@@ -294,7 +294,7 @@ _KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
 _DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (40, 24), (128, 32), (192, 16))
 
 
-def _kind(dtype: torch.dtype, precision: str | None) -> str:
+def kind_of(dtype: torch.dtype, precision: str | None) -> str:
     return precision or {F16: "f16", BF16: "bf16"}[dtype]
 
 
@@ -334,16 +334,28 @@ _FILLED: tuple[tuple[str, int, tuple[int, int], int, torch.dtype, dict[str, Any]
         )
     ),
 )
+_PACKED: tuple[tuple[str, int, int, tuple[int, int], int, int, dict[str, Any]], ...] = (
+    ("64", 9, 8, (900, 900), 64, 64, {}),
+    ("64 causal", 9, 2, (1000, 1000), 64, 64, {"causal": True, "sinks": True}),
+    ("128", 7, 4, (700, 1000), 128, 128, {"sinks": True}),
+    ("128 causal", 9, 8, (900, 900), 128, 128, {"causal": True}),
+    ("128 bottom right", 9, 8, (800, 700), 128, 80, {"causal": True}),
+    ("64 window", 9, 4, (900, 700), 48, 64, {"window": (500, 30)}),
+    ("128 window", 3, 4, (1200, 1200), 128, 128, {"window": (300, None), "causal": True}),
+    ("256 causal", 9, 4, (700, 700), 256, 192, {"causal": True}),
+    ("short", 99, 8, (150, 150), 64, 64, {"causal": True}),
+    ("three consumers", 1, 2, (3300, 3300), 64, 40, {"causal": True}),
+)
 
 GPU: tuple[Case, ...] = (
     *(
-        Case(f"{_kind(*kind)} {d}x{dv}", 2, 2, 2, 333, 421, d, dv, *kind, causal=i % 2 == 1)
-        for kind in (_KINDS[0], _KINDS[2])
+        Case(f"{kind_of(*kind)} {d}x{dv}", 2, 2, 2, 333, 421, d, dv, *kind, causal=i % 2 == 1)
+        for kind in (KINDS[0], KINDS[2])
         for i, (d, dv) in enumerate(_DIMS)
     ),
     *(
-        Case(f"{_kind(*kind)} {d}", 1, 4, 2, 256, 320, d, d, *kind, causal=i % 2 == 0)
-        for kind in (_KINDS[1], _KINDS[3], _KINDS[4])
+        Case(f"{kind_of(*kind)} {d}", 1, 4, 2, 256, 320, d, d, *kind, causal=i % 2 == 0)
+        for kind in (KINDS[1], KINDS[3], KINDS[4])
         for i, d in enumerate((32, 64, 128, 256))
     ),
     Case("dims 8", 2, 2, 2, 129, 255, 8, 8, BF16),
@@ -395,6 +407,13 @@ GPU: tuple[Case, ...] = (
     Case("many odd causal", 4, 16, 16, 1130, 1077, 40, 64, BF16, causal=True, sinks=True, layout="bshd"),
     Case("many, window", 4, 16, 8, 1300, 1500, 128, 128, BF16, window=(1100, None), causal=True),
     Case("many, window both", 4, 16, 16, 1200, 1300, 64, 64, F16, window=(900, 300)),
+    Case("many, kv_lens", 8, 16, 4, 1030, 1200, 64, 64, BF16, kv_lens=True, causal=True),
+    Case("many, kv_lens 128", 3, 16, 16, 1100, 1050, 128, 96, F16, kv_lens=True, window=(1040, 100)),
+    # packed sequences, of which some are empty; of queries and keys in different ones
+    *(
+        Case(f"packed {name}", batch, 8, kv_heads, *most, d, dv, (BF16, F16)[i % 2], varlen=True, **options)
+        for i, (name, batch, kv_heads, most, d, dv, options) in enumerate(_PACKED)
+    ),
     # enough queries for kernels that leave small problems to others; rows of the bias at multiples of 16 bytes, for TMA
     *(
         Case(f"filled {d}x{dv}", 4, 8, 2, 333, 421, d, dv, (BF16, F16)[i % 2], causal=i % 2 == 1)
@@ -429,28 +448,43 @@ GPU: tuple[Case, ...] = (
     ),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     *(
-        Case(f"neighbours {_kind(*kind)} {k} {d}x{dv} {bias}", n, 8, 8, k, k, d, dv, *kind, bias=bias)
+        Case(f"neighbours {kind_of(*kind)} {k} {d}x{dv} {bias}", n, 8, 8, k, k, d, dv, *kind, bias=bias)
         for kind, n, k, d, dv, bias in (
-            (_KINDS[2], 2000, 64, 16, 16, "b11k"),
-            (_KINDS[3], 600, 64, 16, 16, "bh1k"),
-            (_KINDS[4], 60, 64, 16, 24, "b11k"),
-            (_KINDS[0], 600, 64, 16, 16, "b11k"),
-            (_KINDS[1], 600, 61, 16, 32, "bhqk"),
-            (_KINDS[2], 600, 32, 64, 64, "b11k"),
-            (_KINDS[3], 300, 32, 64, 40, "bhqk-inf"),
-            (_KINDS[4], 60, 32, 32, 64, ""),
-            (_KINDS[0], 600, 30, 64, 64, "b11k-inf"),
-            (_KINDS[2], 600, 16, 16, 8, "b11k-far"),
-            (_KINDS[0], 700, 16, 32, 32, ""),
-            (_KINDS[2], 60, 50, 40, 24, "b1qk-bool"),
-            (_KINDS[2], 60, 64, 64, 64, "bhqk"),
-            (_KINDS[0], 60, 64, 64, 64, "bh1k"),
+            (KINDS[2], 2000, 64, 16, 16, "b11k"),
+            (KINDS[3], 600, 64, 16, 16, "bh1k"),
+            (KINDS[4], 60, 64, 16, 24, "b11k"),
+            (KINDS[0], 600, 64, 16, 16, "b11k"),
+            (KINDS[1], 600, 61, 16, 32, "bhqk"),
+            (KINDS[2], 600, 32, 64, 64, "b11k"),
+            (KINDS[3], 300, 32, 64, 40, "bhqk-inf"),
+            (KINDS[4], 60, 32, 32, 64, ""),
+            (KINDS[0], 600, 30, 64, 64, "b11k-inf"),
+            (KINDS[2], 600, 16, 16, 8, "b11k-far"),
+            (KINDS[0], 700, 16, 32, 32, ""),
+            (KINDS[2], 60, 50, 40, 24, "b1qk-bool"),
+            (KINDS[2], 60, 64, 64, 64, "bhqk"),
+            (KINDS[0], 60, 64, 64, 64, "bh1k"),
         )
     ),
     *(
-        Case(f"neighbours, ragged {_kind(*kind)}", 600, 8, 8, 64, 64, 16, 16, *kind, bias="b11k", kv_lens=True)
-        for kind in (_KINDS[0], _KINDS[2])
+        Case(f"neighbours, ragged {kind_of(*kind)}", 600, 8, 8, 64, 64, 16, 16, *kind, bias="b11k", kv_lens=True)
+        for kind in (KINDS[0], KINDS[2])
     ),
+    *(
+        Case(f"neighbours {kind_of(*kind)} {keys} {d}x{dv} {bias}", 9, 4, 4, keys, keys, d, dv, *kind, bias=bias)
+        for kind, keys, d, dv, bias in (
+            (KINDS[2], 88, 16, 16, "b11k"),
+            (KINDS[3], 128, 16, 16, "bh1k"),
+            (KINDS[0], 88, 16, 16, "b11k"),
+            (KINDS[1], 101, 32, 16, "bhqk"),
+            (KINDS[2], 128, 32, 32, "bhqk-inf"),
+            (KINDS[4], 70, 24, 16, "b11k"),
+            (KINDS[0], 128, 16, 32, "b1qk-bool"),
+        )
+    ),
+    Case("neighbours, ragged tf32x3 128", 9, 4, 2, 128, 128, 16, 16, F32, bias="b11k", kv_lens=True, causal=True),
+    Case("no keys", 2, 4, 2, 33, 0, 16, 16, F32),
+    Case("no queries", 2, 4, 2, 0, 33, 16, 16, F32, bias="b11k"),
     Case("neighbours, few queries", 600, 8, 8, 1, 48, 32, 32, F32, bias="b11k"),
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
@@ -482,62 +516,9 @@ _QUICK = (
 )
 QUICK: tuple[Case, ...] = tuple(case for case in GPU if case.name in _QUICK)
 
-_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("bias bhqk", {"bias": "bhqk"}),
-    ("bias 1hqk causal", {"bias": "1hqk", "causal": True}),
-    ("bias b11k", {"bias": "b11k"}),
-    ("bias bhq1", {"bias": "bhq1"}),
-    ("bias bool", {"bias": "b1qk-bool"}),
-    ("window", {"window": (64, 32)}),
-    ("window causal sinks", {"window": (64, None), "causal": True, "sinks": True}),
-    ("softcap", {"softcap": 20.0}),
-    ("kv_lens causal", {"kv_lens": True, "causal": True}),
-    ("varlen", {"varlen": True}),
-    ("varlen causal", {"varlen": True, "causal": True}),
-)
-
-COMPILE: tuple[Case, ...] = (
-    *(
-        Case(f"{_kind(*kind)} {d} {'causal' if causal else 'full'}", 1, 2, 2, 512, 512, d, d, *kind, causal=causal)
-        for kind in _KINDS
-        for d in (16, 32, 64, 128, 256)
-        for causal in (False, True)
-    ),
-    *(
-        Case(f"{_kind(*kind)} {d} {name}", 2, 4, 2, 512, 512, d, d, *kind, **options)
-        for kind, d in ((_KINDS[0], 64), (_KINDS[0], 128), (_KINDS[2], 64))
-        for name, options in _VARIANTS
-    ),
-    *(
-        Case(f"{_kind(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
-        for kind in (_KINDS[0], _KINDS[2])
-        for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
-    ),
-)
-
-# of the one-tile kernels, in the lengths that are given
-COMPILE_TILE: tuple[Case, ...] = (
-    *(
-        Case(f"{_kind(*kind)} {d} tile {keys}", 64, 4, 4, keys, keys, d, d, *kind, bias="b11k")
-        for kind in _KINDS
-        for keys, d in ((16, 16), (32, 64), (64, 16), (64, 64))
-    ),
-    *(
-        Case(f"{_kind(*kind)} 16 tile 64 {name}", 64, 4, 2, 64, 64, 16, 24, *kind, **options)
-        for kind in (_KINDS[0], _KINDS[2])
-        for name, options in (
-            ("full", {}),
-            ("bias bhqk", {"bias": "bhqk"}),
-            ("bias bhq1 softcap", {"bias": "bhq1", "softcap": 20.0}),
-            ("bias bool kv_lens", {"bias": "b1qk-bool", "kv_lens": True}),
-            ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
-        )
-    ),
-)
-
 _TOKENS = 32768  # batch x length of the bench cases
 
-_TRAINED = (_KINDS[0], _KINDS[2], _KINDS[3])  # what one trains in
+_TRAINED = (KINDS[0], KINDS[2], KINDS[3])  # what one trains in
 BENCH: dict[str, tuple[Case, ...]] = {
     "plain": tuple(
         _square(f"D{d} {'causal ' if causal else ''}S{s}", _TOKENS // s, 2048 // d, s, d, BF16, causal=causal)
@@ -555,15 +536,15 @@ BENCH: dict[str, tuple[Case, ...]] = {
         *(_square(f"16 samples D{d}", 16, 16, 1024, d, BF16, bias="1hqk") for d in (24, 48)),
     ),
     "second": tuple(
-        _square(f"({b},{h},{s},{d}) {_kind(*kind)}", b, h, s, d, *kind)
+        _square(f"({b},{h},{s},{d}) {kind_of(*kind)}", b, h, s, d, *kind)
         for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
         for kind in _TRAINED
     ),
     "neighbours": (  # each atom's neighbours attend to each other, under a bias for each of them
-        *(_square(f"10000 x 64 D16 {_kind(*kind)}", 10_000, 8, 64, 16, *kind, bias="b11k") for kind in _TRAINED),
+        *(_square(f"10000 x 64 D16 {kind_of(*kind)}", 10_000, 8, 64, 16, *kind, bias="b11k") for kind in _TRAINED),
         _square("10000 x 32 D64 tf32x3", 10_000, 8, 32, 64, F32, "tf32x3", bias="b11k"),
     ),
-    "jvp": tuple(_square(f"(4,8,2048,64) {_kind(*kind)}", 4, 8, 2048, 64, *kind) for kind in _TRAINED),
+    "jvp": tuple(_square(f"(4,8,2048,64) {kind_of(*kind)}", 4, 8, 2048, 64, *kind) for kind in _TRAINED),
     "gqa": tuple(
         _square(f"32/{kv} heads {'causal ' if causal else ''}S4096", 8, 32, 4096, 128, BF16, kv_heads=kv, causal=causal)
         for kv in (8, 1)

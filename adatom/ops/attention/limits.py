@@ -42,15 +42,19 @@ def triton(p: Problem) -> str | None:
 
 
 def one_tile(p: Problem) -> str | None:
-    """One-tile kernels: at most 64 keys and 128 queries, head_dim up to 64."""
+    """One-tile kernels: at most 64 keys (on Hopper 128, to head_dim 32) and 128 queries, head_dim up to 64."""
     if (why := triton(p)) is not None:
         return why
     if p.varlen:
         return "takes padded batches (kv_lens), not packed sequences"
-    if p.seqlen_q > 128 or p.seqlen_k > 64:
-        return "takes at most 128 queries and 64 keys"
-    if max(p.head_dim, p.head_dim_v) > 64:
+    dim = max(p.head_dim, p.head_dim_v)
+    if p.seqlen_q > 128 or p.seqlen_k > 128:
+        return "takes at most 128 queries and 128 keys"
+    if dim > 64:
         return f"takes head_dim up to 64; got {p.head_dim}, v's {p.head_dim_v}"
+    slow = p.device.kind == "cuda" and (p.device.arch != 90 or p.dtype == torch.float32 and p.precision == "ieee")
+    if p.seqlen_k > 64 and (dim > 32 or slow):
+        return "takes more than 64 keys on Hopper's tensor cores only, and to head_dim 32"
     if p.bias == "full" and p.bias_grad and p.bias_shared:
         return "gives no gradient of a full bias that several (batch, head) share"
     if p.bias_repeated:
@@ -63,6 +67,8 @@ def one_tile_second(p: Problem) -> str | None:
     if (why := one_tile(p)) is not None:
         return why
     wide = max(p.head_dim, p.head_dim_v) > 32 and p.seqlen_k > 32 and p.dtype == torch.float32
+    if wide and p.precision == "ieee":
+        return "lacks registers for ieee beyond head_dim 32 and 32 keys"
     if wide and p.precision == "tf32x3" and p.device.kind == "cuda" and p.device.shared_memory < 148 * 1024:
         return f"tf32x3 beyond head_dim 32 and 32 keys needs 148 KB of shared memory; sm_{p.device.arch} has less"
     return None
@@ -89,8 +95,6 @@ def hopper_fwd(p: Problem) -> str | None:
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
-    if p.varlen:
-        return "does not take packed sequences"
     if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
     if not p.tma:
@@ -108,13 +112,15 @@ def hopper_fwd(p: Problem) -> str | None:
 
 def _hopper_fwd_slower(p: Problem) -> str | None:
     """Where Triton's forward was as fast or faster on an H100 (docs/hopper.md)."""
-    dim = max(p.head_dim, p.head_dim_v)
+    dim, batch = max(p.head_dim, p.head_dim_v), 1 if p.varlen else p.batch
     if p.seqlen_q < 128:
         return "is not worth it for 64 queries or fewer"
-    if p.batch * p.heads * (p.seqlen_q // 128) < 64:
+    if batch * p.heads * (p.seqlen_q // 128) < 64:
         return "is not worth it for so few queries: they would occupy less than half of the GPU"
     if dim <= 32:
         return "is not worth it for a head_dim of 32 or less"
+    if p.varlen and dim <= 64 and p.least_length // p.batch < 256:
+        return "is not worth it for sequences of a few hundred tokens and a head_dim of 64 or less"
     if p.softcap and dim <= 128:
         return "is not worth it with softcap for a head_dim of 128 or less"
     if p.bias == "full" and p.bias_dtype == torch.float32 and dim > 64:
@@ -123,7 +129,7 @@ def _hopper_fwd_slower(p: Problem) -> str | None:
 
 
 def hopper_bwd_any(p: Problem) -> str | None:
-    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias, whole batches."""
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
@@ -147,17 +153,23 @@ def hopper_bwd(p: Problem) -> str | None:
     dim, masked = max(p.head_dim, p.head_dim_v), p.causal or p.window
     if dim <= 32:
         return "computes as if head_dim were 64, which is slow at 32 and below"
+    if p.varlen and p.least_length // p.batch < 256:
+        return "sums dQ in memory, which is slow for sequences of a few hundred tokens"
     if p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512:
         return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
     if p.window and p.window_keys <= 1024:
         return "sums dQ in memory, which is slow under windows of 1024 keys and below"
     if p.softcap and masked and dim > 64:
         return "lacks registers for a softcap and a mask beyond head_dim 64"
-    if 2 * p.batch * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
+    if 2 * (1 if p.varlen else p.batch) * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
         return "has too few tiles of 128 keys to fill the GPU"
     return None
 
 
 def hopper_bwd_ordered(p: Problem) -> str | None:
     """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper.md)."""
-    return hopper_bwd(p)
+    if (why := hopper_bwd(p)) is not None:
+        return why
+    if (p.causal or p.window) and not p.varlen and p.least_length < 2048:
+        return "adds to dQ in order, which takes too long under a mask at lengths below 2048"
+    return None

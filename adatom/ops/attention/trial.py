@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from adatom.ops.attention import api, cases, reference
-from adatom.ops.attention.cases import Case
+from adatom.ops.attention.cases import KINDS, Case, kind_of
 from adatom.ops.attention.problem import Inputs, Options, Problem, empty_like, empty_lse, empty_out, problem
 from adatom.verify import named, rms
 
@@ -280,6 +280,60 @@ def shrunk(case: Case, on_gpu: bool) -> tuple[Case, ...]:
     return (small,) if case.varlen else (small, small._replace(batch=32, seqlen_k=min(case.seqlen_k, 336)))
 
 
+# cases that together reach every kernel configuration
+_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bias bhqk", {"bias": "bhqk"}),
+    ("bias 1hqk causal", {"bias": "1hqk", "causal": True}),
+    ("bias b11k", {"bias": "b11k"}),
+    ("bias bhq1", {"bias": "bhq1"}),
+    ("bias bool", {"bias": "b1qk-bool"}),
+    ("window", {"window": (64, 32)}),
+    ("window causal sinks", {"window": (64, None), "causal": True, "sinks": True}),
+    ("softcap", {"softcap": 20.0}),
+    ("kv_lens causal", {"kv_lens": True, "causal": True}),
+    ("varlen", {"varlen": True}),
+    ("varlen causal", {"varlen": True, "causal": True}),
+)
+
+COMPILE: tuple[Case, ...] = (
+    *(
+        Case(f"{kind_of(*kind)} {d} {'causal' if causal else 'full'}", 1, 2, 2, 512, 512, d, d, *kind, causal=causal)
+        for kind in KINDS
+        for d in (16, 32, 64, 128, 256)
+        for causal in (False, True)
+    ),
+    *(
+        Case(f"{kind_of(*kind)} {d} {name}", 2, 4, 2, 512, 512, d, d, *kind, **options)
+        for kind, d in ((KINDS[0], 64), (KINDS[0], 128), (KINDS[2], 64))
+        for name, options in _VARIANTS
+    ),
+    *(
+        Case(f"{kind_of(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
+        for kind in (KINDS[0], KINDS[2])
+        for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
+    ),
+)
+
+# of the one-tile kernels, in the lengths that are given
+COMPILE_TILE: tuple[Case, ...] = (
+    *(
+        Case(f"{kind_of(*kind)} {d} tile {keys}", 64, 4, 4, keys, keys, d, d, *kind, bias="b11k")
+        for kind in KINDS
+        for keys, d in ((16, 16), (32, 64), (64, 16), (64, 64), (128, 16), (128, 32))
+    ),
+    *(
+        Case(f"{kind_of(*kind)} 16 tile 64 {name}", 64, 4, 2, 64, 64, 16, 24, *kind, **options)
+        for kind in (KINDS[0], KINDS[2])
+        for name, options in (
+            ("full", {}),
+            ("bias bhqk", {"bias": "bhqk"}),
+            ("bias bhq1 softcap", {"bias": "bhq1", "softcap": 20.0}),
+            ("bias bool kv_lens", {"bias": "b1qk-bool", "kv_lens": True}),
+            ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
+        )
+    ),
+)
+
 # A thin selection for CI: each kernel, each kind of arithmetic, each option that changes much code once.
 QUICK_CASES = (
     "bf16 64 full",
@@ -299,14 +353,14 @@ def selection(quick: bool) -> tuple[Case, ...]:
     """The cases to compile: those of COMPILE, so long that kernels use what pays only at length (tensor descriptors),
     and those of COMPILE_TILE; then short and of odd lengths. Quick: those of QUICK_CASES and QUICK_TILES, only the
     first odd."""
-    chosen = [case for case in cases.COMPILE if not quick or case.name in QUICK_CASES]
+    chosen = [case for case in COMPILE if not quick or case.name in QUICK_CASES]
 
     def resized(case: Case, factor: int, more: int) -> Case:
         seqlen_q, seqlen_k = (n * factor + more for n in (case.seqlen_q, case.seqlen_k))
         return case._replace(name=case.name + (" odd" if more else ""), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     long = [resized(case, 4 if case.bias else 8, 0) for case in chosen]
-    tiles = [case for case in cases.COMPILE_TILE if not quick or case.name in QUICK_TILES]
+    tiles = [case for case in COMPILE_TILE if not quick or case.name in QUICK_TILES]
     odd = [case for case in chosen if not quick or case.name == QUICK_CASES[0]]
     return (*long, *tiles, *(resized(case, 1, -3) for case in odd))
 

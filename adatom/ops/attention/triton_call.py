@@ -217,8 +217,8 @@ class Call:
         )
 
     def even(self, length: int, block: int) -> bool:
-        """Whether every block of that length is whole, known without looking at the device."""
-        return not self.varlen and self.x.kv_lens is None and length % block == 0
+        """Whether there are blocks of that length, all of them whole, known without looking at the device."""
+        return not self.varlen and self.x.kv_lens is None and length > 0 and length % block == 0
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Batch, head and length strides; packed tensors have no batch stride."""

@@ -1,10 +1,10 @@
-"""Attention whose keys fit one tile (at most 64), forward and backward in one launch each: neighbour attention.
+"""Attention whose keys fit one tile (at most 128), forward and backward in one launch each: neighbour attention.
 
     P = softmax(S);  dP = dO V^T;  dS = P (dP - delta);  delta = rowsum(P dP) - dlse
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dbias = reduce(dS);  dsinks = -sum P_sink delta
 
-A program owns a batch element and one or several of its key heads, and walks over their queries in blocks. As a row of
-scores is whole, softmax and delta are computed anew in registers: the backward reads neither out nor lse.
+A program owns a (batch, head) and walks over its queries in blocks. As a row of scores is whole, softmax and delta are
+computed anew in registers: the backward reads neither out nor lse.
 """
 
 import torch
@@ -17,6 +17,8 @@ from adatom.ops.attention.triton_tile_call import (
     TILE_NO_SPECIALIZE,
     TileCall,
     TileConfigs,
+    of_each_head,
+    of_shared,
     reduced,
     side_of,
     sink_rows,
@@ -41,23 +43,26 @@ from adatom.tiles.triton import (
 from adatom.tiles.triton_tile import bound, column_sums, operand, place, softmax, sums, times, transposed, unit
 
 # keys up to which a tile serves -> queries in a block, -, warps, stages
-CONFIGS: TileConfigs = tables(Config(16, 16, 1, 1), Config(32, 16, 2, 1), Config(64, 16, 4, 1))
+CONFIGS: TileConfigs = tables(
+    Config(16, 16, 1, 1), Config(32, 16, 2, 1), Config(64, 16, 4, 1), Config(128, 16, 8, 1)
+)
 
 
 @triton.jit(do_not_specialize=TILE_NO_SPECIALIZE)
 def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                 stride_ob, stride_oh, stride_om, stride_bb, stride_bh, stride_bm, stride_bn,
-                heads, kv_heads, len_q, len_k, left, right, scale, softcap,
+                heads, len_q, len_k, left, right, scale, softcap,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
                 SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out and lse of one key head of one batch element, and of the query heads that share it."""
+    """out and lse of one (batch, head)."""
     after_previous(EARLY)
     keys = row_of_scores(len_k, ALIGNED)
-    b, hk, n_keys = place(tl.program_id(0), Lens, kv_heads, len_k, LENS)
+    b, h, n_keys = place(tl.program_id(0), Lens, heads, len_k, LENS)
+    hk = h // SHARING
     offset = n_keys - len_q
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -67,26 +72,24 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
                   BLOCK_DV, EVEN_N, False)
     kT = transposed(operand(k, k.dtype, PRECISION))
     v_ = operand(v, v.dtype, PRECISION)
-    for shared in range(SHARING):
-        h = hk * SHARING + shared
-        row = row_at(b, h, heads, 0, len_q, False)
-        sink = 0.0
-        if SINKS:
-            sink = tl.load(Sinks + h).to(tl.float32)
-        for step in range(STEPS):
-            m0 = step * BLOCK_M
-            bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
-                             keys, BIAS, EVEN_M, EVEN_N)
-            q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                          BLOCK_D, EVEN_M, False)
-            s = times(operand(q, q.dtype, PRECISION), kT, scale, PRECISION)
-            p, l, lse, _, _ = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS, SOFTCAP,
-                                      LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
-            out = times(operand(p, v.dtype, PRECISION, True), v_, 1.0 / CARRY, PRECISION) * (1.0 / l)[:, None]
-            store_tile(Out + at(b, h, 0, stride_ob, stride_oh, 0), out, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
-                       BLOCK_DV)
-            rows = m0 + tl.arange(0, BLOCK_M)
-            tl.store(Lse + row + rows, lse, mask=rows < len_q)
+    row = row_at(b, h, heads, 0, len_q, False)
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(Sinks + h).to(tl.float32)
+    for step in range(STEPS):
+        m0 = step * BLOCK_M
+        bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
+                         keys, BIAS, EVEN_M, EVEN_N)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False)
+        s = times(operand(q, q.dtype, PRECISION), kT, scale, PRECISION)
+        p, l, lse, _, _ = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS, SOFTCAP,
+                                  LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
+        out = times(operand(p, v.dtype, PRECISION, True), v_, 1.0 / CARRY, PRECISION) * (1.0 / l)[:, None]
+        store_tile(Out + at(b, h, 0, stride_ob, stride_oh, 0), out, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
+                   BLOCK_DV)
+        rows = m0 + tl.arange(0, BLOCK_M)
+        tl.store(Lse + row + rows, lse, mask=rows < len_q)
 
 
 @triton.jit(do_not_specialize=TILE_NO_SPECIALIZE)
@@ -94,20 +97,21 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                 stride_gb, stride_gh, stride_gm, stride_dqb, stride_dqh, stride_dqm, stride_dkb, stride_dkh, stride_dkn,
                 stride_dvb, stride_dvh, stride_dvn, stride_bb, stride_bh, stride_bm, stride_bn,
-                heads, kv_heads, len_q, len_k, left, right, scale, softcap,
+                heads, len_q, len_k, left, right, scale, softcap,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BIAS: tl.constexpr, DBIAS: tl.constexpr, DLSE: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                 RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
                 EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr):
-    """dQ, dK, dV of one key head of one batch element, and of the query heads that share it.
+    """dQ of one (batch, head), and its part of dK and dV.
 
     DBias takes tiles of dS (DBIAS FULL), its row sums (QUERY), or its column sums (KEY). DSinks takes each row's share.
     """
     after_previous(EARLY)
     keys = row_of_scores(len_k, ALIGNED)
-    b, hk, n_keys = place(tl.program_id(0), Lens, kv_heads, len_k, LENS)
+    b, h, n_keys = place(tl.program_id(0), Lens, heads, len_k, LENS)
+    hk = h // SHARING
     offset = n_keys - len_q
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -120,62 +124,60 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
     v_ = operand(v, v.dtype, PRECISION)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    for shared in range(SHARING):
-        h = hk * SHARING + shared
-        row = row_at(b, h, heads, 0, len_q, False)
-        sink = 0.0
+    row = row_at(b, h, heads, 0, len_q, False)
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(Sinks + h).to(tl.float32)
+    column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
+    for step in range(STEPS):
+        m0 = step * BLOCK_M
+        rows = m0 + tl.arange(0, BLOCK_M)
+        bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
+                         keys, BIAS, EVEN_M, EVEN_N)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False)
+        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
+                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+        q_ = operand(q, q.dtype, PRECISION)
+        do_ = operand(do, do.dtype, PRECISION)
+        s = times(q_, transposed(k_), scale, PRECISION)
+        p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
+                                      SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
+        p *= (1.0 / l)[:, None]
+        p_ = operand(p, do.dtype, PRECISION, True)
+        dv += sums(p_, do_, 1.0 / CARRY, PRECISION)
+        delta = tl.sum(times(p_, v_, 1.0 / CARRY, PRECISION) * do.to(tl.float32), 1)
+        of_dp = bound(do_, v_, BLOCK_DV)
+        if DLSE:
+            dlse = load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
+            delta -= dlse
+            of_dp += tl.max(tl.abs(dlse), 0)
+        to_unit, from_unit = unit(of_dp, PRECISION)
+        ds = p * (times(do_, transposed(v_), to_unit, PRECISION) - (delta * to_unit)[:, None])
+        from_unit *= 1.0 / CARRY
         if SINKS:
-            sink = tl.load(Sinks + h).to(tl.float32)
-        column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
-        for step in range(STEPS):
-            m0 = step * BLOCK_M
-            rows = m0 + tl.arange(0, BLOCK_M)
-            bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
-                             keys, BIAS, EVEN_M, EVEN_N)
-            q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                          BLOCK_D, EVEN_M, False)
-            do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
-                           HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
-            q_ = operand(q, q.dtype, PRECISION)
-            do_ = operand(do, do.dtype, PRECISION)
-            s = times(q_, transposed(k_), scale, PRECISION)
-            p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
-                                          SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
-            p *= (1.0 / l)[:, None]
-            p_ = operand(p, do.dtype, PRECISION, True)
-            dv += sums(p_, do_, 1.0 / CARRY, PRECISION)
-            delta = tl.sum(times(p_, v_, 1.0 / CARRY, PRECISION) * do.to(tl.float32), 1)
-            of_dp = bound(do_, v_, BLOCK_DV)
-            if DLSE:
-                dlse = load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-                delta -= dlse
-                of_dp += tl.max(tl.abs(dlse), 0)
-            to_unit, from_unit = unit(of_dp, PRECISION)
-            ds = p * (times(do_, transposed(v_), to_unit, PRECISION) - (delta * to_unit)[:, None])
-            from_unit *= 1.0 / CARRY
-            if SINKS:
-                tl.store(DSinks + row + rows, -(of_sink / l) * delta, mask=rows < len_q)
-            if DBIAS == QUERY:
-                tl.store(DBias + row + rows, tl.sum(ds, 1) * from_unit, mask=rows < len_q)
-            if DBIAS == FULL:
-                store_scores(DBias + row * keys, ds * from_unit, i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
-            of_bias = ds
-            if SOFTCAP:
-                ds *= 1.0 - t * t
-            ds_ = operand(ds, q.dtype, PRECISION, True)
-            if DBIAS == KEY:
-                of_keys = operand(of_bias, q.dtype, PRECISION, True) if SOFTCAP else ds_
-                column_sum += column_sums(of_keys, BLOCK_M, from_unit, PRECISION)
-            dk += sums(ds_, q_, scale * from_unit, PRECISION)
-            dq = times(ds_, k_, scale * from_unit, PRECISION)
-            store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
-                       BLOCK_D)
+            tl.store(DSinks + row + rows, -(of_sink / l) * delta, mask=rows < len_q)
+        if DBIAS == QUERY:
+            tl.store(DBias + row + rows, tl.sum(ds, 1) * from_unit, mask=rows < len_q)
+        if DBIAS == FULL:
+            store_scores(DBias + row * keys, ds * from_unit, i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+        of_bias = ds
+        if SOFTCAP:
+            ds *= 1.0 - t * t
+        ds_ = operand(ds, q.dtype, PRECISION, True)
         if DBIAS == KEY:
-            of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
-            tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
-    store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
+            of_keys = operand(of_bias, q.dtype, PRECISION, True) if SOFTCAP else ds_
+            column_sum += column_sums(of_keys, BLOCK_M, from_unit, PRECISION)
+        dk += sums(ds_, q_, scale * from_unit, PRECISION)
+        dq = times(ds_, k_, scale * from_unit, PRECISION)
+        store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
+                   BLOCK_D)
+    if DBIAS == KEY:
+        of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
+        tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
+    store_tile(DK + at(b, h, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
                BLOCK_D)
-    store_tile(DV + at(b, hk, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    store_tile(DV + at(b, h, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
 def _forward(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
@@ -213,8 +215,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv, dbias (if wanted), dsinks, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = grads = empty_like(x.q), empty_like(x.k), empty_like(x.v)
+    dq, dk, dv = grads = empty_like(x.q), *of_each_head(x)
     launch = remembered(x, "tile_bwd", lambda: _backward(x, o, dout, dlse is not None, wanted, grads))
     side, of_sinks = side_of(x, wanted), sink_rows(x)
     launch(x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, dout, dlse, dq, dk, dv, side, of_sinks)
-    return dq, dk, dv, reduced(side, x.bias), sink_sum(of_sinks, x)
+    return dq, of_shared(dk, x.k), of_shared(dv, x.v), reduced(side, x.bias), sink_sum(of_sinks, x)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from adatom.ops.attention.problem import Inputs, Options, empty
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
 
-TILE_NO_SPECIALIZE = ["heads", "kv_heads", "left", "right", "len_q", "len_k"]
+TILE_NO_SPECIALIZE = ["heads", "left", "right", "len_q", "len_k"]
 TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
 
 
@@ -24,14 +24,12 @@ class TileCall(Call):
         self.config = pick(name, tables[block_n], self)._replace(block_n=block_n)
 
     def program_count(self) -> int:
-        """One program for each key head of each batch element."""
-        return self.batch * self.kv_heads if self.len_q else 0
+        """One program for each (batch, head)."""
+        return self.batch * self.heads
 
     def numbers(self) -> tuple[Any, ...]:
-        """heads, kv_heads, len_q, len_k, left, right, scale, softcap."""
-        return (
-            self.heads, self.kv_heads, self.len_q, self.len_k, self.left, self.right, self.scale, self.o.softcap,
-        )  # fmt: skip
+        """heads, len_q, len_k, left, right, scale, softcap."""
+        return self.heads, self.len_q, self.len_k, self.left, self.right, self.scale, self.o.softcap
 
     def constants(self, **more: Any) -> dict[str, Any]:
         """Constexprs and launch options."""
@@ -42,6 +40,19 @@ class TileCall(Call):
         meta["SINKS"] = self.x.sinks is not None
         del meta["VARLEN"]
         return meta
+
+
+def of_each_head(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a kernel writes each query head's part of the gradients of k and v: where heads share them, in float32."""
+    if x.q.shape[1] == x.k.shape[1]:
+        return empty_like(x.k), empty_like(x.v)
+    k, v = (empty((x.q.shape[0], x.q.shape[1], *t.shape[2:]), x.q, torch.float32) for t in (x.k, x.v))
+    return k, v
+
+
+def of_shared(parts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of x, k or v, from the parts of the query heads: those that share a head of x are summed."""
+    return parts if parts.shape == x.shape else parts.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype)
 
 
 def side_of(x: Inputs, wanted: bool) -> torch.Tensor | None:
@@ -82,7 +93,7 @@ def sink_sum(rows: torch.Tensor | None, x: Inputs) -> torch.Tensor | None:
 
 
 def tables(*tiles: Config) -> TileConfigs:
-    """The tables of a kernel from its tiles for 16, 32 and 64 keys on tensor cores: 16 queries a warp.
+    """The tables of a kernel from its tiles for 16, 32, 64 and 128 keys on tensor cores: 16 queries a warp.
 
     On sm_100 tiles stay below 64 rows, those of its matrix unit, whose memory the parts of float32 overflow.
     """
@@ -94,5 +105,5 @@ def tables(*tiles: Config) -> TileConfigs:
 
     return {
         keys: {family: table((low if family == 100 else tiles)[i]) for family in (80, 86, 90, 100)}
-        for i, keys in enumerate((16, 32, 64))
+        for i, keys in enumerate((16, 32, 64, 128))
     }

@@ -1,4 +1,4 @@
-"""Second derivative and forward mode of attention whose keys fit one tile (at most 64), in one launch each.
+"""Second derivative and forward mode of attention whose keys fit one tile (at most 128), in one launch each.
 
 With cotangents ddq, ddk, ddv, ddbias of the first backward (docs/double_backward.md):
 
@@ -20,6 +20,8 @@ from adatom.ops.attention.triton_tile_call import (
     TILE_NO_SPECIALIZE,
     TileCall,
     TileConfigs,
+    of_each_head,
+    of_shared,
     reduced,
     side_of,
     sink_rows,
@@ -57,7 +59,10 @@ from adatom.tiles.triton_tile import (
 
 # keys up to which a tile serves -> queries in a block, -, warps, stages
 CONFIGS: TileConfigs = tables(
-    Config(16, 16, 1, 1, spill=1024), Config(32, 16, 2, 1, spill=1024), Config(64, 16, 4, 1, spill=2560)
+    Config(16, 16, 1, 1, spill=1024),
+    Config(32, 16, 2, 1, spill=1024),
+    Config(64, 16, 4, 1, spill=2560),
+    Config(128, 16, 8, 1, spill=2048),
 )
 CONFIGS[64][90] |= {
     ("half", 16): Config(64, 16, 4, 1, registers=128),
@@ -74,7 +79,7 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                    stride_ckn, stride_cvb, stride_cvh, stride_cvn, stride_dqb, stride_dqh, stride_dqm,
                    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_ddb, stride_ddh,
                    stride_ddm, stride_bb, stride_bh, stride_bm, stride_bn, stride_cb, stride_ch, stride_cm, stride_cn,
-                   heads, kv_heads, len_q, len_k, left, right, scale, softcap,
+                   heads, len_q, len_k, left, right, scale, softcap,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                    SECOND: tl.constexpr, HAS_DDQ: tl.constexpr, HAS_DDK: tl.constexpr, HAS_DDV: tl.constexpr,
                    BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr,
@@ -88,7 +93,8 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
     """
     after_previous(EARLY)
     keys = row_of_scores(len_k, ALIGNED)
-    b, hk, n_keys = place(tl.program_id(0), Lens, kv_heads, len_k, LENS)
+    b, h, n_keys = place(tl.program_id(0), Lens, heads, len_k, LENS)
+    hk = h // SHARING
     offset = n_keys - len_q
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -109,119 +115,118 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
         ddv_ = operand(ddv, v.dtype, PRECISION)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    for shared in range(SHARING):
-        h = hk * SHARING + shared
-        row = row_at(b, h, heads, 0, len_q, False)
-        sink = 0.0
-        if SINKS:
-            sink = tl.load(Sinks + h).to(tl.float32)
-        ddsink = 0.0
+    row = row_at(b, h, heads, 0, len_q, False)
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(Sinks + h).to(tl.float32)
+    ddsink = 0.0
+    if DDSINKS:
+        ddsink = tl.load(DDSinks + h).to(tl.float32)
+    column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
+    for step in range(STEPS):
+        m0 = step * BLOCK_M
+        rows = m0 + tl.arange(0, BLOCK_M)
+        bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
+                         keys, BIAS, EVEN_M, EVEN_N)
+        ddbias = load_bias(DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, 0, stride_cm, stride_cn,
+                           len_q, keys, DDBIAS, EVEN_M, EVEN_N)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False)
+        q_ = operand(q, q.dtype, PRECISION)
+        s = times(q_, transposed(k_), scale, PRECISION)
+        p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
+                                      SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
+        p *= (1.0 / l)[:, None]
+        p_sink = of_sink / l
+        # the tangent of scores, in a unit in which it stays below 1
+        of_G = 0.0
+        if DDBIAS:
+            ddbias = ddbias.to(tl.float32)
+            of_G += largest(ddbias)
         if DDSINKS:
-            ddsink = tl.load(DDSinks + h).to(tl.float32)
-        column_sum = tl.zeros((BLOCK_N, 8), tl.float32)
-        for step in range(STEPS):
-            m0 = step * BLOCK_M
-            rows = m0 + tl.arange(0, BLOCK_M)
-            bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
-                             keys, BIAS, EVEN_M, EVEN_N)
-            ddbias = load_bias(DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, 0, stride_cm, stride_cn,
-                               len_q, keys, DDBIAS, EVEN_M, EVEN_N)
-            q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                          BLOCK_D, EVEN_M, False)
-            q_ = operand(q, q.dtype, PRECISION)
-            s = times(q_, transposed(k_), scale, PRECISION)
-            p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
-                                          SOFTCAP, LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
-            p *= (1.0 / l)[:, None]
-            p_sink = of_sink / l
-            # the tangent of scores, in a unit in which it stays below 1
-            of_G = 0.0
-            if DDBIAS:
-                of_G += largest(ddbias.to(tl.float32))
-            if DDSINKS:
-                of_G += tl.abs(ddsink)
-            if HAS_DDQ:
-                ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, 0), b, h, m0, stride_cqm, len_q, BLOCK_M,
-                                HEAD_DIM, BLOCK_D, EVEN_M, False)
-                ddq_ = operand(ddq, q.dtype, PRECISION)
-                of_G += tl.abs(scale) * bound(ddq_, k_, BLOCK_D)
-            if HAS_DDK:
-                of_G += tl.abs(scale) * bound(q_, ddk_, BLOCK_D)
-            to_unit, from_unit = unit(of_G, PRECISION)
-            if HAS_DDQ and HAS_DDK:
-                raw_tangent = times(ddq_, transposed(k_), scale * to_unit, PRECISION)
-                raw_tangent += times(q_, transposed(ddk_), scale * to_unit, PRECISION)
-            elif HAS_DDQ:
-                raw_tangent = times(ddq_, transposed(k_), scale * to_unit, PRECISION)
-            elif HAS_DDK:
-                raw_tangent = times(q_, transposed(ddk_), scale * to_unit, PRECISION)
-            else:
-                raw_tangent = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            G, raw_tangent = tangent_of(raw_tangent, t, ddbias * to_unit, 1.0, SOFTCAP)
-            g = tl.sum(p * G, 1) * (1.0 / CARRY)
-            if DDSINKS:
-                g += p_sink * (ddsink * to_unit)
-            G -= g[:, None]
-            g *= from_unit
-            p_ = operand(p, v.dtype, PRECISION, True)
-            W_ = operand(p * G, v.dtype, PRECISION, True)
-            ddo = times(W_, v_, from_unit / CARRY, PRECISION)
+            of_G += tl.abs(ddsink)
+        if HAS_DDQ:
+            ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, 0), b, h, m0, stride_cqm, len_q, BLOCK_M,
+                            HEAD_DIM, BLOCK_D, EVEN_M, False)
+            ddq_ = operand(ddq, q.dtype, PRECISION)
+            of_G += tl.abs(scale) * bound(ddq_, k_, BLOCK_D)
+        if HAS_DDK:
+            of_G += tl.abs(scale) * bound(q_, ddk_, BLOCK_D)
+        to_unit, from_unit = unit(of_G, PRECISION)
+        if HAS_DDQ and HAS_DDK:
+            raw_tangent = times(ddq_, transposed(k_), scale * to_unit, PRECISION)
+            raw_tangent += times(q_, transposed(ddk_), scale * to_unit, PRECISION)
+        elif HAS_DDQ:
+            raw_tangent = times(ddq_, transposed(k_), scale * to_unit, PRECISION)
+        elif HAS_DDK:
+            raw_tangent = times(q_, transposed(ddk_), scale * to_unit, PRECISION)
+        else:
+            raw_tangent = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        G, raw_tangent = tangent_of(raw_tangent, t, ddbias * to_unit, 1.0, SOFTCAP)
+        g = tl.sum(p * G, 1) * (1.0 / CARRY)
+        if DDSINKS:
+            g += p_sink * (ddsink * to_unit)
+        G -= g[:, None]
+        g *= from_unit
+        p_ = operand(p, v.dtype, PRECISION, True)
+        W_ = operand(p * G, v.dtype, PRECISION, True)
+        ddo = times(W_, v_, from_unit / CARRY, PRECISION)
+        if HAS_DDV:
+            ddo += times(p_, ddv_, 1.0 / CARRY, PRECISION)
+        store_tile(DDOut + at(b, h, 0, stride_ddb, stride_ddh, 0), ddo, m0, stride_ddm, len_q, BLOCK_M,
+                   HEAD_DIM_V, BLOCK_DV)
+        tl.store(DDLse + row + rows, g, mask=rows < len_q)
+        if SECOND:
+            do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
+                           HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+            do_ = operand(do, do.dtype, PRECISION)
+            dv += sums(W_, do_, from_unit / CARRY, PRECISION)
+            u = tl.sum(ddo * do.to(tl.float32), 1)
+            delta = tl.sum(times(p_, v_, 1.0 / CARRY, PRECISION) * do.to(tl.float32), 1)
+            of_dp = bound(do_, v_, BLOCK_DV)
+            if DLSE:
+                dlse = load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
+                delta -= dlse
+                of_dp += tl.max(tl.abs(dlse), 0)
+            to_unit_p, from_unit_p = unit(of_dp, PRECISION)
+            ds = p * (times(do_, transposed(v_), to_unit_p, PRECISION) - (delta * to_unit_p)[:, None])
+            E = ds * (G * (from_unit * from_unit_p))
             if HAS_DDV:
-                ddo += times(p_, ddv_, 1.0 / CARRY, PRECISION)
-            store_tile(DDOut + at(b, h, 0, stride_ddb, stride_ddh, 0), ddo, m0, stride_ddm, len_q, BLOCK_M,
-                       HEAD_DIM_V, BLOCK_DV)
-            tl.store(DDLse + row + rows, g, mask=rows < len_q)
-            if SECOND:
-                do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
-                               HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
-                do_ = operand(do, do.dtype, PRECISION)
-                dv += sums(W_, do_, from_unit / CARRY, PRECISION)
-                u = tl.sum(ddo * do.to(tl.float32), 1)
-                delta = tl.sum(times(p_, v_, 1.0 / CARRY, PRECISION) * do.to(tl.float32), 1)
-                of_dp = bound(do_, v_, BLOCK_DV)
-                if DLSE:
-                    dlse = load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
-                    delta -= dlse
-                    of_dp += tl.max(tl.abs(dlse), 0)
-                to_unit_p, from_unit_p = unit(of_dp, PRECISION)
-                ds = p * (times(do_, transposed(v_), to_unit_p, PRECISION) - (delta * to_unit_p)[:, None])
-                E = ds * (G * (from_unit * from_unit_p))
-                if HAS_DDV:
-                    E += p * (times(do_, transposed(ddv_), 1.0, PRECISION) - u[:, None])
-                else:
-                    E -= p * u[:, None]
-                if SINKS:
-                    tl.store(DSinks + row + rows, -p_sink * (delta * (ddsink - g) + u), mask=rows < len_q)
-                if DBIAS == QUERY:
-                    tl.store(DBias + row + rows, tl.sum(E, 1) * (1.0 / CARRY), mask=rows < len_q)
-                if DBIAS == FULL:
-                    store_scores(DBias + row * keys, E * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
-                of_bias = E
-                if SOFTCAP:
-                    slope = 1.0 - t * t
-                    E = E * slope - ds * (2.0 / softcap * from_unit * from_unit_p) * t * slope * raw_tangent
-                    ds *= slope
-                E_ = operand(E, q.dtype, PRECISION)
-                if DBIAS == KEY:
-                    of_keys = operand(of_bias, q.dtype, PRECISION) if SOFTCAP else E_
-                    column_sum += column_sums(of_keys, BLOCK_M, 1.0 / CARRY, PRECISION)
-                dk += sums(E_, q_, scale / CARRY, PRECISION)
-                dq = times(E_, k_, scale / CARRY, PRECISION)
-                if HAS_DDQ or HAS_DDK:
-                    ds_ = operand(ds, q.dtype, PRECISION, True)
-                    if HAS_DDQ:
-                        dk += sums(ds_, ddq_, scale / CARRY * from_unit_p, PRECISION)
-                    if HAS_DDK:
-                        dq += times(ds_, ddk_, scale / CARRY * from_unit_p, PRECISION)
-                store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M,
-                           HEAD_DIM, BLOCK_D)
-        if DBIAS == KEY:
-            of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
-            tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
+                E += p * (times(do_, transposed(ddv_), 1.0, PRECISION) - u[:, None])
+            else:
+                E -= p * u[:, None]
+            if SINKS:
+                tl.store(DSinks + row + rows, -p_sink * (delta * (ddsink - g) + u), mask=rows < len_q)
+            if DBIAS == QUERY:
+                tl.store(DBias + row + rows, tl.sum(E, 1) * (1.0 / CARRY), mask=rows < len_q)
+            if DBIAS == FULL:
+                store_scores(DBias + row * keys, E * (1.0 / CARRY), i, j, m0, 0, len_q, keys, EVEN_M, EVEN_N)
+            of_bias = E
+            if SOFTCAP:
+                slope = 1.0 - t * t
+                E = E * slope - ds * (2.0 / softcap * from_unit * from_unit_p) * t * slope * raw_tangent
+                ds *= slope
+            E_ = operand(E, q.dtype, PRECISION)
+            if DBIAS == KEY:
+                of_keys = operand(of_bias, q.dtype, PRECISION) if SOFTCAP else E_
+                column_sum += column_sums(of_keys, BLOCK_M, 1.0 / CARRY, PRECISION)
+            dk += sums(E_, q_, scale / CARRY, PRECISION)
+            dq = times(E_, k_, scale / CARRY, PRECISION)
+            if HAS_DDQ or HAS_DDK:
+                ds_ = operand(ds, q.dtype, PRECISION, True)
+                if HAS_DDQ:
+                    dk += sums(ds_, ddq_, scale / CARRY * from_unit_p, PRECISION)
+                if HAS_DDK:
+                    dq += times(ds_, ddk_, scale / CARRY * from_unit_p, PRECISION)
+            store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M,
+                       HEAD_DIM, BLOCK_D)
+    if DBIAS == KEY:
+        of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
+        tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
     if SECOND:
-        store_tile(DK + at(b, hk, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
+        store_tile(DK + at(b, h, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
                    BLOCK_D)
-        store_tile(DV + at(b, hk, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V,
+        store_tile(DV + at(b, h, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V,
                    BLOCK_DV)
 
 
@@ -255,13 +260,14 @@ def backward_backward(
     """dq2, dk2, dv2, dbias2 (if wanted), dsinks2, ddout, ddlse, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
     dd = (ddq, ddk, ddv, ddbias, ddsinks)
-    dq, dk, dv = grads = empty_like(x.q), empty_like(x.k), empty_like(x.v)
+    dq, dk, dv = grads = empty_like(x.q), *of_each_head(x)
     ddout, ddlse = empty_out(x.q, x.v), empty_lse(x.q)
     launch = remembered(x, "tile_second", lambda: _launch(x, o, dd, dout, dlse is not None, wanted, grads, ddout))
     side, of_sinks = side_of(x, wanted), sink_rows(x)
     launch(
         x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, dout, dlse, *dd, dq, dk, dv, side, of_sinks, ddout, ddlse
     )  # fmt: skip
+    dk, dv = of_shared(dk, x.k), of_shared(dv, x.v)
     return dq, dk, dv, reduced(side, x.bias), sink_sum(of_sinks, x), ddout, ddlse
 
 
