@@ -1,9 +1,17 @@
-"""How the Hopper forward is tiled and balanced: what its launcher works out on the host, for an invented H100."""
+"""How the Hopper kernels are tiled, balanced and ordered: what can be worked out on the host, for an invented H100."""
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import math
+import os
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +21,8 @@ from adatom.ops.attention.api import inputs_of
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.attention import hopper_fwd  # noqa: E402
+from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
+from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
 from adatom.ops.attention.triton_call import Call  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
 
@@ -38,19 +47,19 @@ def test_buffers_fit_in_shared_memory(dtype):
         options = {} if dtype is None else {"bias": torch.empty(1, 1, length, length, dtype=dtype, device="meta")}
         for causal in (False, True):
             call = call_of((dim, dim_v), (length, length), causal=causal, **options)
-            config = hopper_fwd._pick(call, (dim, dim_v))
-            stages = hopper_fwd._stages(config, call, (dim, dim_v))
+            config = plan.pick(call, (dim, dim_v))
+            stages = plan.stages(config, call, (dim, dim_v))
             if not stages[0]:
                 config = config._replace(block_n=config.block_n // 2)
-                stages = hopper_fwd._stages(config, call, (dim, dim_v))
+                stages = plan.stages(config, call, (dim, dim_v))
             assert min(stages) >= 1, (dim, dim_v, length, causal, dtype)
 
 
 @pytest.mark.parametrize("lengths", [(512, 512), (777, 1000), (2048, 2048), (3000, 500), (4096, 4096)])
 def test_the_model_of_the_balance(lengths):
-    """`_imbalance` is what walking through the tiles one by one gives."""
+    """`imbalance` is what walking through the tiles one by one gives."""
     call = call_of((128, 128), lengths, batch=4, heads=7, causal=True)
-    config = hopper_fwd._pick(call, (128, 128))
+    config = plan.pick(call, (128, 128))
     rows, n_blocks = 128, math.ceil(lengths[0] / 128)
     for group in (1, 3, 28):
         tiles = []
@@ -63,16 +72,16 @@ def test_the_model_of_the_balance(lengths):
             turn, place = divmod(t, H100.sms)
             load[H100.sms - 1 - place if turn % 2 else place] += cost
         expected = max(load) / (sum(load) / H100.sms)
-        assert abs(hopper_fwd._imbalance(group, call, config) - expected) < 1e-9
+        assert abs(plan.imbalance(group, call, config) - expected) < 1e-9
 
 
 def test_persistent_programs_are_balanced():
     for length in (512, 1000, 1024, 1536, 2048, 3000, 4096, 8192, 16384):
         for dim in (64, 128, 256):
             call = call_of((dim, dim), (length, length), batch=max(1, 32768 // length), heads=2048 // dim, causal=True)
-            config, group = hopper_fwd._balance(hopper_fwd._pick(call, (dim, dim)), call)
+            config, group = plan.balance(plan.pick(call, (dim, dim)), call)
             assert group >= 1
-            assert not config.persistent or hopper_fwd._imbalance(group, call, config) <= 1.1
+            assert not config.persistent or plan.imbalance(group, call, config) <= 1.1
 
 
 def test_descriptors():
@@ -85,3 +94,154 @@ def test_descriptors():
     assert made.strides[2:] == [40, 1]
     expanded = torch.empty(1, 4, 128, 128).expand(3, 4, 128, 128)
     assert hopper.descriptor(expanded, (64, 128)).shape == [1, 4, 128, 128]
+
+
+# -- the order of the sums of dQ ---------------------------------------------------------------------------------------
+
+
+def as_python(function, **known):
+    """A function of device code, for integers: what it calls is Python's, or `known`."""
+    numbers = SimpleNamespace(minimum=builtins.min, maximum=builtins.max, where=lambda c, a, b: a if c else b)
+    return FunctionType(function.fn.__code__, {**function.fn.__globals__, "gl": numbers, "BLOCK_N": 128, **known})
+
+
+BLOCKS_OF = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
+SHAPES = [
+    (len_q, len_k, left, right, lens, block_m)
+    for len_q, len_k in ((1, 1), (700, 700), (130, 1000), (1000, 130), (2049, 1500))
+    for left, right in ((-1, -1), (-1, 0), (200, 0), (200, 30), (3, 2), (-1, 77), (150, -1))
+    for lens in (None, 0, 100)
+    for block_m in (64, 128)
+]
+
+
+def blocks_of(j: int, len_q: int, len_k: int, left: int, right: int, lens: int | None, block_m: int) -> tuple[int, int]:
+    """The first block of queries that block of keys j visits, and their number."""
+    of = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, BLOCK_M=block_m)
+    begin, _, _, count = BLOCKS_OF(j * 128, len_q, len_k if lens is None else lens, left, right, of)
+    return begin, count
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_keys_that_visit_a_block_of_queries_are_neighbours(shape):
+    """So that whoever comes next waits for the keys before, or for nobody. And all that see something are visited."""
+    len_q, len_k, left, right, lens, block_m = shape
+    visits = defaultdict(list)
+    for j in range(math.ceil(len_k / 128)):
+        begin, count = blocks_of(j, *shape)
+        assert count >= 1
+        for m in range(begin, begin + count):
+            visits[m].append(j)
+    for who in visits.values():
+        assert who == list(range(who[0], who[-1] + 1))
+    n = len_k if lens is None else lens
+    for i, j in itertools.product(range(0, len_q, 13), range(0, n, 13)):
+        at = i + n - len_q
+        if (left < 0 or j >= at - left) and (right < 0 or j <= at + right):
+            assert j // 128 in visits[i // block_m]
+
+
+def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
+    """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
+    in; each adds in the order of the keys."""
+    n_n = math.ceil(shape[1] / 128)
+    tiles = [(head, j) for j in range(n_n) for head in range(heads)]
+    if take == "backwards":
+        tiles.reverse()
+    turns, running = defaultdict(int), []
+
+    def steps(head: int, j: int):
+        begin, count = blocks_of(j, *shape)
+        before_begin, before_count = blocks_of(j - 1, *shape)
+        for m in reversed(range(begin, begin + count)):
+            awaited = j if m < before_begin + before_count else 0
+            while turns[head, m] < awaited:
+                yield False
+            assert turns[head, m] <= j
+            turns[head, m] = j + 1
+            yield True
+
+    while tiles or running:
+        while tiles and len(running) < programs:
+            running.append(steps(*tiles.pop(0)))
+        moved, left = False, []
+        for walk in random.sample(running, len(running)):
+            done = next(walk, None)
+            moved |= done is not False
+            left += [] if done is None else [walk]
+        if not moved:
+            return False
+        running = left
+    return True
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 132])
+@pytest.mark.parametrize("shape", SHAPES[::5])
+def test_programs_that_wait_for_each_other_end(shape, programs):
+    random.seed(0)
+    assert finishes(shape, 3, programs)
+
+
+def test_programs_that_wait_for_those_that_have_not_begun_do_not_end():
+    assert not finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards")
+
+
+def test_ordered_sums_repeat_under_load(cuda):
+    """dQ has the same bits however programs come to run, and differs without the order."""
+    from adatom.ops.attention import hopper_bwd, hopper_fwd
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    for dim, causal, kv_heads in ((64, False, 8), (64, True, 2), (128, False, 2), (128, True, 8)):
+        q, dout = (torch.randn(3, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(3, kv_heads, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+        x, o, _ = inputs_of(q, k, v, causal=causal)
+        out, lse = hopper_fwd.forward(x, o)
+        first = hopper_bwd.backward_ordered(x, o, out, lse, dout, None, False)
+        unordered = hopper_bwd.backward(x, o, out, lse, dout, None, False)[0]
+        assert not torch.equal(first[0], unordered)
+        load, side = torch.empty(2**27, device=cuda), torch.cuda.Stream()
+        for _ in range(200):
+            with torch.cuda.stream(side):
+                load.mul_(1.5)
+            again = hopper_bwd.backward_ordered(x, o, out, lse, dout, None, False)
+            assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3]))
+
+
+# -- packed sequences --------------------------------------------------------------------------------------------------
+
+TABLE = """
+import random, torch
+from adatom.ops.attention.hopper_packed import HEADER, _table_kernel
+
+random.seed(0)
+CALLS = (1, False, True, 300), (9, True, False, 900), (40, False, False, 1), (5, True, False, 10**6)
+for n, keys, last_first, together in CALLS:
+    lens_q, lens_k = ([random.choice((0, 1, 5, 64, 128, 130, 700)) for _ in range(n)] for _ in range(2))
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k))
+    tiled, work = (lens_k, lens_q) if keys else (lens_q, lens_k)
+    slots, heads = sum(tiled) // 128 + n, 5
+    table = torch.full((slots * heads + 1, HEADER.value), -7, dtype=torch.int32)
+    _table_kernel[(-(-slots // 16) * heads,)](
+        table, cu_q, cu_k, slots, n, n.bit_length(), heads, together, 2, KEYS=keys, LAST_FIRST=last_first,
+        EARLY=False, BLOCK=128, BLOCK_Q=64, SLOTS=16,
+    )
+    lines = []
+    for b in sorted(range(n), key=lambda b: (-work[b], b)):
+        tiles = -(-tiled[b] // 128)
+        group = max(1, min(heads, max(together // max(lens_q[b], 1), 2)))
+        for first in range(0, heads, group):
+            for block in reversed(range(tiles)) if last_first else range(tiles):
+                for h in range(first, min(first + group, heads)):
+                    start = int(cu_q[b])
+                    lines.append([block * 128, start, int(cu_k[b]), lens_q[b], lens_k[b], start // 64 + b, h])
+    assert table[0, 0] == len(lines)
+    assert table[1 : 1 + len(lines), :7].tolist() == lines
+"""
+
+
+def test_the_table_of_packed_tiles():
+    """It lists every tile once, in the order that is wanted, in Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", TABLE], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

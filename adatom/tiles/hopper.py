@@ -149,6 +149,35 @@ def let_next(EARLY: gl.constexpr):
         _asm("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
+# -- programs that wait for each other --------------------------------------------------------------------------------
+
+_WAIT_TURN = gl.constexpr("""{
+.reg .pred early; .reg .b32 turn;
+again: ld.acquire.gpu.global.s32 turn, [$1];
+setp.lt.s32 early, turn, $2;
+@early bra again;
+fence.proxy.async.global;
+mov.u32 $0, 0;
+}""")
+_PASS_TURN = gl.constexpr("""cp.async.bulk.wait_group 0;
+bar.warp.sync -1;
+st.release.gpu.global.s32 [$1], $2;
+mov.u32 $0, 0;""")
+
+
+@gluon.jit
+def wait_turn(turn, number):
+    """Of a single warp: wait until the number that `turn` points at is not below `number`. What TMA adds afterwards
+    comes after what those who passed the turn on had added."""
+    gl.inline_asm_elementwise(_WAIT_TURN, "=r,l,r", [turn, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(turn, number):
+    """Of a single warp: wait until all that it stores or adds by TMA is in memory, then write the number."""
+    gl.inline_asm_elementwise(_PASS_TURN, "=r,l,r", [turn, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # -- tiles of the result, one after the other -------------------------------------------------------------------------
 
 
@@ -205,6 +234,30 @@ def load_tile(desc, b, h, row, column, full, tile):
 def store_tile(desc, b, h, row, column, tile):
     """Begin to copy a tile to (row, column) of (b, h), what exists of it. Its writers called fence_async_shared()."""
     tma.async_store(desc, [b, h, row, column], as_box(desc, tile))
+
+
+@gluon.jit
+def clear_rows(tile, rows):
+    """Zero the rows of a tile of 16-bit numbers from row `rows` on, for products to read. One warpgroup does it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = tile.shape[0]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    x = tile.load(LAYOUT)
+    tile.store(gl.where(row[:, None] < rows, x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_rows(X, tile, start, rows, stride, DIM: gl.constexpr):
+    """Write the first `rows` rows and DIM columns of a tile of 16-bit numbers to rows start.. of what X points at."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    gl.barrier()
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    d = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    X += start.to(gl.int64) * stride
+    gl.store(X + i * stride + d, tile.load(LAYOUT), mask=(i < rows) & (d < DIM))
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -284,6 +337,11 @@ class Launch(launch.Launch):
     @staticmethod
     def describe(x: torch.Tensor, block: tuple[int, ...]) -> Any:
         return descriptor(x, block)
+
+
+def boxed(x: torch.Tensor) -> torch.Tensor:
+    """x (batch, heads, length, dim), or packed x (tokens, heads, dim) as one batch element."""
+    return x if x.dim() == 4 else x.transpose(0, 1)[None]
 
 
 def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:

@@ -12,12 +12,17 @@ from typing import NamedTuple
 
 import torch
 
+from adatom.ops.attention.hopper_fwd_plan import balance, in_place, pick, stages
+from adatom.ops.attention.hopper_packed import HEADER, table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
 from adatom.ops.attention.triton_call import Call, remembered
+from adatom.tiles import launch
 from adatom.tiles.hopper import (
     LN2,
     LOG2E,
     Launch,
+    boxed,
+    clear_rows,
     fence_async_shared,
     gl,
     gluon,
@@ -34,6 +39,7 @@ from adatom.tiles.hopper import (
     named_sync,
     release,
     slot,
+    store_rows,
     store_tile,
     tanh,
     tile_number,
@@ -53,37 +59,6 @@ FULL = gl.constexpr(3)
 TURN = gl.constexpr(8)  # named barrier of the first consumer's turn
 
 
-class Config(NamedTuple):
-    """How the kernel is tiled: `consumers` warpgroups of block_m queries each, block_n keys, `stages` buffers of keys
-    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors; spill: bytes of
-    registers that options may make it spill."""
-
-    consumers: int
-    block_m: int
-    block_n: int
-    stages: int
-    registers: int
-    persistent: bool
-    spill: int = 0
-
-
-_PAIR = Config(2, 64, 128, 2, 240, True)
-_WIDE = Config(2, 64, 64, 2, 240, True)
-_THREE = Config(3, 64, 128, 4, 160, True, spill=64)
-# (largest head_dim, kind of call) -> queries from which a tile serves: tile; measured, see docs/hopper.md
-CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
-    (64, "full"): {0: _PAIR._replace(stages=4), 1024: _THREE},
-    (64, "causal"): {0: _PAIR._replace(stages=4), 4096: _THREE, 8192: _THREE._replace(persistent=False)},
-    (64, "bias"): {0: _PAIR._replace(spill=64)},
-    (128, "full"): {0: _PAIR, 8192: _PAIR._replace(persistent=False)},
-    (128, "causal"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
-    (128, "bias"): {0: _PAIR._replace(spill=64)},
-    (256, "full"): {0: _WIDE, 8192: _WIDE._replace(persistent=False)},
-    (256, "causal"): {0: _WIDE._replace(persistent=False)},
-    (256, "bias"): {0: _WIDE._replace(spill=64)},
-}
-
-
 @dataclass(frozen=True)
 class Plan:
     """What the kernel is compiled for."""
@@ -96,6 +71,8 @@ class Plan:
     MASK: bool  # some blocks of keys are masked
     SINKS: bool
     LENS: bool
+    VARLEN: bool
+    HEAD_DIM_V: int
     CONSUMERS: int
     BLOCK_M: int  # queries of one consumer
     BLOCK_N: int
@@ -111,39 +88,45 @@ def _plan(*fields):
 
 
 @gluon.jit
-def _tile(t, sizes, PLAN: gl.constexpr):
-    """(batch, head, first query) of tile t.
+def _tile(t, Order, Lens, sizes, PLAN: gl.constexpr):
+    """(batch, head, first query, first tokens of queries and keys, queries, keys) of tile t.
 
     Heads go in groups of `group`. Under a causal mask the last queries of a group, whose tiles are the longest, come
-    first.
+    first. Packed tiles are listed in Order.
     """
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
-    n_blocks = (len_q + BLOCK_M - 1) // BLOCK_M
-    first = t // (group * n_blocks) * group
-    size = gl.minimum(group, n_heads - first)
-    r = t - first * n_blocks
-    block = r // size
-    bh = first + r - block * size
-    if PLAN.RIGHT:
-        block = n_blocks - 1 - block
-    b = bh // heads
-    return b, bh - b * heads, block * BLOCK_M
+    if PLAN.VARLEN:
+        row = Order + (t + 1).to(gl.int64) * HEADER
+        start_q, start_k = gl.load(row + 1), gl.load(row + 2)
+        return t * 0, gl.load(row + 6), gl.load(row), start_q, start_k, gl.load(row + 3), gl.load(row + 4)
+    else:
+        n_blocks = (len_q + BLOCK_M - 1) // BLOCK_M
+        first = t // (group * n_blocks) * group
+        size = gl.minimum(group, n_heads - first)
+        r = t - first * n_blocks
+        block = r // size
+        bh = first + r - block * size
+        if PLAN.RIGHT:
+            block = n_blocks - 1 - block
+        b = bh // heads
+        if PLAN.LENS:
+            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        return b, bh - b * heads, block * BLOCK_M, 0, 0, len_q, len_k
 
 
 @gluon.jit
-def _keys(Lens, b, sizes, PLAN: gl.constexpr):
-    """How many keys there are for batch element b."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
-    if PLAN.LENS:
-        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
-    return len_k
+def _n_tiles(Order, n_tiles, sizes, PLAN: gl.constexpr):
+    """How many tiles there are."""
+    if PLAN.VARLEN:
+        return gl.load(Order)
+    else:
+        return n_tiles
 
 
 @gluon.jit
-def _blocks(m0, len_k, sizes, PLAN: gl.constexpr):
+def _blocks(m0, len_q, len_k, left, right, PLAN: gl.constexpr):
     """(first key, blocks of keys) of the tile of queries m0... One that sees nothing has a block, all of it masked."""
-    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
     BLOCK_M: gl.constexpr = PLAN.CONSUMERS * PLAN.BLOCK_M
     begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, PLAN.BLOCK_N)
     return begin, gl.maximum((end - begin + PLAN.BLOCK_N - 1) // PLAN.BLOCK_N, 1)
@@ -156,27 +139,28 @@ def _own(turn, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
+def _producer(Q, K, V, Bias, Lens, Order, bias_b, bias_h, rings, sizes, n_tiles, PLAN: gl.constexpr):
     """Keeps the rings full."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right = sizes
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     STAGES: gl.constexpr = PLAN.STAGES
+    n_tiles = _n_tiles(Order, n_tiles, sizes, PLAN)
     n = 0
     for turn in range(tiles_of_program(n_tiles)):
-        b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
-        begin, blocks = _blocks(m0, _keys(Lens, b, sizes, PLAN), sizes, PLAN)
+        b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
+        begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
         hk = h // (heads // kv_heads)
         for c in gl.static_range(CONSUMERS):
             i = _own(turn, c, PLAN)
             mbarrier.wait(q_empty.index(i), lap(turn, PLAN.Q_STAGES) ^ 1)
-            load_tile(Q, b, h, m0 + c * PLAN.BLOCK_M, 0, q_full.index(i), q_s.index(i))
+            load_tile(Q, b, h, start_q + m0 + c * PLAN.BLOCK_M, 0, q_full.index(i), q_s.index(i))
         n0 = begin + blocks * PLAN.BLOCK_N
         for _ in range(blocks):
             n0 -= PLAN.BLOCK_N
             i = slot(n, STAGES)
             wait_empty(k_empty, n, STAGES)
-            load_tile(K, b, hk, n0, 0, k_full.index(i), k_s.index(i))
+            load_tile(K, b, hk, start_k + n0, 0, k_full.index(i), k_s.index(i))
             if PLAN.BIAS == FULL:
                 i_bias = slot(n, PLAN.BIAS_STAGES)
                 wait_empty(bias_empty, n, PLAN.BIAS_STAGES)
@@ -184,7 +168,7 @@ def _producer(Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN: 
                     load_tile(Bias, b * bias_b, h * bias_h, m0 + c * PLAN.BLOCK_M, n0, bias_full.index(i_bias),
                               bias_s.index(i_bias * CONSUMERS + c))
             wait_empty(v_empty, n, STAGES)
-            load_tile(V, b, hk, n0, 0, v_full.index(i), v_s.index(i))
+            load_tile(V, b, hk, start_k + n0, 0, v_full.index(i), v_s.index(i))
             n += 1
 
 
@@ -293,15 +277,14 @@ def _multiply_both(p, acc, turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr, 
 
 
 @gluon.jit
-def _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, PENDING: gl.constexpr, C: gl.constexpr,
+def _probabilities(s, m, l, n, b, h, m0, n0, len_q, len_k, options, rings, PENDING: gl.constexpr, C: gl.constexpr,
                    PLAN: gl.constexpr, LAYOUT: gl.constexpr):
     """Wait for the scores of block n, whose first key is n0; then a step of the softmax: (p, alpha, m, l).
 
     PENDING: products begun later, which are left under way."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
-    Bias, bias_strides, sizes, scale, softcap = given
-    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
+    Bias, bias_strides, left, right, scale, softcap = options
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     first = m0 + C * BLOCK_M
     i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
@@ -319,14 +302,9 @@ def _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, PENDING: gl.co
 @gluon.jit
 def _clear_padding(v, v_full, n, keys, PLAN: gl.constexpr):
     """Zero the values from row `keys` on, which may be NaN. All consumers do it, each before it multiplies by them."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    BLOCK_N: gl.constexpr = v.shape[0]
-    if keys < BLOCK_N:
+    if keys < PLAN.BLOCK_N:
         wait_full(v_full, n, PLAN.STAGES)
-        row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        x = v.load(LAYOUT)
-        v.store(gl.where(row[:, None] < keys, x, gl.zeros_like(x)))
-        fence_async_shared()
+        clear_rows(v, keys)
         gl.barrier()
 
 
@@ -344,15 +322,18 @@ def _settle(acc, p, n, rings, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
+def _consumer(results, given, bias_strides, rings, sizes, n_tiles, scale, softcap, C: gl.constexpr,
               PLAN: gl.constexpr):
     """Computes BLOCK_M rows of out and lse of every tile."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    heads, kv_heads, n_heads, group, len_q, most, left, right = sizes
-    given = (Bias, bias_strides, sizes, scale, softcap)
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
+    Out, OutPtr, Lse, stride_oh, stride_om = results
+    Bias, Sinks, Lens, Order = given
+    options = (Bias, bias_strides, left, right, scale, softcap)
+    n_tiles = _n_tiles(Order, n_tiles, sizes, PLAN)
     DIM_V: gl.constexpr = o_s.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16])
@@ -370,22 +351,22 @@ def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, 
         named_sync(TURN + C, 256)
         s = _multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
-        b, h, m0 = _tile(tile_number(turn), sizes, PLAN)
-        len_k = _keys(Lens, b, sizes, PLAN)
-        begin, blocks = _blocks(m0, len_k, sizes, PLAN)
+        b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
+        begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
         n0 = begin + (blocks - 1) * BLOCK_N
         m, l = _nothing_seen(Sinks, h, ROWS, PLAN)
         acc = gl.zeros([BLOCK_M, DIM_V], gl.float32, O_LAYOUT)
-        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, 0, C, PLAN, S_LAYOUT)
+        p, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_q, len_k, options, rings, 0, C, PLAN, S_LAYOUT)
         p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
-        if PLAN.LENS:
+        if PLAN.LENS or PLAN.VARLEN:
             _clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
         n += 1
 
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             s, acc = _multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_k, given, rings, 1, C, PLAN, S_LAYOUT)
+            pf, alpha, m, l = _probabilities(s, m, l, n, b, h, m0, n0, len_q, len_k, options, rings, 1, C, PLAN,
+                                             S_LAYOUT)
             acc, p = _settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
             acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
             n += 1
@@ -397,7 +378,8 @@ def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, 
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         lse = gl.where(seen, m * (LN2 if PLAN.FOLD else 1.0) + gl.log2(l) * LN2, float("-inf"))
-        gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + m0 + i, lse, mask=m0 + i < len_q)
+        row = (b.to(gl.int64) * heads + h) * most_q + start_q
+        gl.store(Lse + row + m0 + i, lse, mask=m0 + i < len_q)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(v_empty, n - 1, STAGES)
         acc = acc * gl.convert_layout(1.0 / l, O_ROWS)[:, None]
@@ -408,8 +390,13 @@ def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, 
             tma.store_wait(0)  # the tile before has left
             gl.barrier()
         o.store(acc.to(o.dtype))
-        fence_async_shared()
-        store_tile(Out, b, h, m0 + C * BLOCK_M, 0, o)
+        first = m0 + C * BLOCK_M
+        if PLAN.VARLEN:  # the rows after the last are the next sequence's
+            store_rows(OutPtr + h.to(gl.int64) * stride_oh, o, start_q + first, len_q - first, stride_om,
+                       PLAN.HEAD_DIM_V)
+        else:
+            fence_async_shared()
+            store_tile(Out, b, h, first, 0, o)
         if PLAN.IN_PLACE:
             tma.store_wait(0)
             gl.barrier()
@@ -418,15 +405,16 @@ def _consumer(Out, Lse, Bias, Sinks, Lens, bias_strides, rings, sizes, n_tiles, 
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "left", "right", "n_tiles"])
-def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h,
-                heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
+def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, stride_om,
+                stride_bb, stride_bh, stride_bm, stride_bn, bias_b, bias_h, heads, kv_heads, n_heads, group, len_q,
+                len_k, left, right, n_tiles, scale, softcap,
                 BIAS: gl.constexpr, SOFTCAP: gl.constexpr, FOLD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr,
-                CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-                IN_PLACE: gl.constexpr):
-    PLAN: gl.constexpr = _plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, CONSUMERS, BLOCK_M, BLOCK_N,
-                               Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
+                MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
+                HEAD_DIM_V: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr,
+                BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr,
+                REGISTERS: gl.constexpr, IN_PLACE: gl.constexpr):
+    PLAN: gl.constexpr = _plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
+                               BLOCK_M, BLOCK_N, Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
     q_s = make_tiles(Q, Q_STAGES * CONSUMERS)
     k_s = make_tiles(K, STAGES)
     v_s = make_tiles(V, STAGES)
@@ -449,91 +437,39 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, stride_bb, stride_bh, stri
     rings = (q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     strides = (stride_bb, stride_bh, stride_bm, stride_bn)
+    results = (Out, OutPtr, Lse, stride_oh, stride_om)
+    given = (Bias, Sinks, Lens, Order)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
+            (_consumer, (results, given, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (results, given, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_producer, (Q, K, V, Bias, Lens, Order, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
-            (_consumer, (Out, Lse, Bias, Sinks, Lens, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
-            (_producer, (Q, K, V, Bias, Lens, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
+            (_consumer, (results, given, strides, rings, sizes, n_tiles, scale, softcap, 0, PLAN)),
+            (_consumer, (results, given, strides, rings, sizes, n_tiles, scale, softcap, 1, PLAN)),
+            (_consumer, (results, given, strides, rings, sizes, n_tiles, scale, softcap, 2, PLAN)),
+            (_producer, (Q, K, V, Bias, Lens, Order, bias_b, bias_h, rings, sizes, n_tiles, PLAN)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
 
-def _in_place(dims: tuple[int, int]) -> bool:
-    """Whether out takes the place of the queries: there is no room for both."""
-    return dims == (256, 256)
+class Launches(NamedTuple):
+    """The launches of one forward: what follows from shapes and options."""
+
+    table: launch.Launch | None  # of the tiles of packed sequences
+    main: Launch
+    lines: int  # numbers of that table
 
 
-def _stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]:
-    """(buffers of queries, of a bias) that fit in shared memory beside all else; (0, 0) where not one of each does."""
-    bias, rows = call.x.bias, config.consumers * config.block_m
-    q = rows * dims[0] * 2
-    out = 0 if _in_place(dims) else rows * dims[1]
-    free = call.device.shared_memory - 1024 - (out + config.stages * config.block_n * sum(dims)) * 2
-    block = rows * config.block_n * bias.element_size() if bias is not None and call.meta["BIAS"] == 3 else 0
-    several = 2 if config.persistent else 1
-    for stages in ((several, 2), (several, 1), (1, 1)):
-        if stages[0] * q + stages[1] * block <= free:
-            return stages
-    return 0, 0
-
-
-def _pick(call: Call, dims: tuple[int, int]) -> Config:
-    """The configuration for a call."""
-    kind = "bias" if call.x.bias is not None else "causal" if call.right >= 0 else "full"
-    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
-    return table[max(n for n in table if n <= call.len_q)]
-
-
-def _imbalance(group: int, call: Call, config: Config) -> float:
-    """How much longer than the average the longest of the persistent programs works on causal tiles, heads going in
-    such groups: a model of `_tile`, `_blocks` and `tile_number`, in blocks of keys, a tile costing one more."""
-    rows, programs = config.consumers * config.block_m, call.device.sms
-    n_blocks, n_heads = -(-call.len_q // rows), call.batch * call.heads
-    t = torch.arange(min(n_blocks * n_heads, 64 * programs), device="cpu")
-    first = t // (group * n_blocks) * group
-    block = n_blocks - 1 - (t - first * n_blocks) // (n_heads - first).clamp(max=group)
-    keys = ((block + 1) * rows + call.len_k - call.len_q + call.right).clamp(min=1, max=max(call.len_k, 1))
-    place, turn = t % programs, t // programs
-    program = torch.where(turn % 2 == 1, programs - 1 - place, place)
-    cost = (keys + config.block_n - 1) // config.block_n + 1
-    load = torch.zeros(programs, dtype=cost.dtype, device="cpu").scatter_add_(0, program, cost)
-    return float(load.max() / load.double().mean())
-
-
-def _balance(config: Config, call: Call) -> tuple[Config, int]:
-    """(config, how many heads go together). At most as many as fit in L2.
-
-    Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
-    of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
-    """
-    most = call.counts()[4]
-    if not config.persistent or call.right < 0:
-        return config, most if not config.persistent else 1
-    waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
-    tried = []
-    for n in (1.5, 1, 2, 3):
-        group = max(1, min(most, int(n * waves)))
-        tried.append((_imbalance(group, call, config), group))
-        if tried[-1][0] <= 1.03:
-            break
-    imbalance, group = min(tried)
-    return (config, group) if imbalance <= 1.1 else (config._replace(persistent=False), most)
-
-
-def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
+def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
-    config, group = _balance(_pick(call, dims), call)
-    q_stages, bias_stages = _stages(config, call, dims)
+    config, group = balance(pick(call, dims), call)
+    q_stages, bias_stages = stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
-        q_stages, bias_stages = _stages(config, call, dims)
+        q_stages, bias_stages = stages(config, call, dims)
     bias = x.bias
     masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
     rows = config.consumers * config.block_m
@@ -547,6 +483,8 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         MASK=call.left >= 0 or call.right >= 0 or not call.even(call.len_k, config.block_n),
         SINKS=x.sinks is not None,
         LENS=x.kv_lens is not None,
+        VARLEN=call.varlen,
+        HEAD_DIM_V=call.head_dim_v if call.varlen else 0,  # TMA knows it otherwise
         EARLY=True,
         CONSUMERS=config.consumers,
         BLOCK_M=config.block_m,
@@ -555,7 +493,7 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         STAGES=config.stages,
         BIAS_STAGES=bias_stages,
         REGISTERS=config.registers,
-        IN_PLACE=_in_place(dims),
+        IN_PLACE=in_place(dims),
         num_warps=4,
         launch_pdl=True,
     )
@@ -570,17 +508,22 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     several = [int(stride > 0) for stride in call.bias_strides[:2]]
     heads, kv_heads, _, n_heads, _, *lengths = call.counts()
     sizes = (heads, kv_heads, n_heads, group, *lengths)
-    scalars = (*call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)
+    scalars = (*call.strides(out)[1:], *call.bias_strides, *several, *sizes, n_tiles, call.scale, o.softcap)
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
-    return Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
+    table = table_launch(call, rows, 3 * call.device.sms * rows // 2) if call.varlen else None
+    return Launches(table, Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks), table_size(call, rows))
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
-    launch = remembered(x, "fwd", lambda: _launch(x, o, out))
-    bias = x.bias
+    plan = remembered(x, "fwd", lambda: _launches(x, o, out))
+    bias, order = x.bias, None
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
-    launch(x.q, x.k, x.v, bias, x.sinks, x.kv_lens, out, lse)
+    if plan.table is not None:
+        order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
+        plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
+    q, k, v = boxed(x.q), boxed(x.k), boxed(x.v)
+    plan.main(q, k, v, bias, x.sinks, x.kv_lens, order, boxed(out), out, lse)
     return out, lse

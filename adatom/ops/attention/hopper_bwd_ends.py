@@ -1,0 +1,107 @@
+"""The kernels ahead of the Hopper backward and behind it: what is summed over rows, and dQ from its float32 sum."""
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.ops.attention.triton_call import Call
+from adatom.tiles.launch import Launch
+from adatom.tiles.triton import after_previous, at, find_sequence, load_tile
+
+
+@triton.jit
+def _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(batch, head, first query, queries, first token, offset of the first token in lse) of block number pid of all
+    blocks of queries; n_m of them are one head's."""
+    bh = pid // n_m
+    block = pid - bh * n_m
+    if VARLEN:
+        sequence, block = find_sequence(Cu, n_sequences, block, BLOCK_M)
+        start = tl.load(Cu + sequence).to(tl.int64)
+        length = (tl.load(Cu + sequence + 1) - start).to(tl.int32)
+        return bh * 0, bh, block * BLOCK_M, length, start, tl.cast(bh, tl.int64) * len_q + start
+    else:
+        b = bh // heads
+        return b, bh - b * heads, block * BLOCK_M, len_q, tl.cast(0, tl.int64), tl.cast(bh, tl.int64) * len_q
+
+
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
+def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, Cu, stride_ob, stride_oh, stride_om,
+                   stride_gb, stride_gh, stride_gm, heads, len_q, n_m, n_sequences, HEAD_DIM_V: tl.constexpr,
+                   BLOCK_DV: tl.constexpr, D: tl.constexpr, DLSE: tl.constexpr, ORDERED: tl.constexpr,
+                   PLAIN: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ. PLAIN: delta also
+    as lse lies."""
+    after_previous(EARLY)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
+    b, h, m0, length, start, row = _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
+    i = tl.arange(0, BLOCK_M)
+    some = m0 + i < length
+    at_q = row + m0 + i
+    at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
+    if pid == 0:
+        tl.store(Taken, 0)
+    if ORDERED:
+        tl.store(Turns + pid * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+    zeros = tl.arange(0, BLOCK_M * D)
+    tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
+    o = load_tile(Out + at(b, h, start, stride_ob, stride_oh, stride_om), b, h, m0, stride_om, length, BLOCK_M,
+                  HEAD_DIM_V, BLOCK_DV, False, False)
+    do = load_tile(DOut + at(b, h, start, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, length, BLOCK_M,
+                   HEAD_DIM_V, BLOCK_DV, False, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if DLSE:
+        delta -= tl.load(DLse + at_q, mask=some, other=0.0)
+    lse = tl.load(Lse + at_q, mask=some, other=float("-inf"))
+    tl.store(Rows + at_padded, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    tl.store(Delta + at_padded, delta)
+    if PLAIN:
+        tl.store(Plain + at_q, delta, mask=some)
+
+
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
+def _behind_kernel(Sum, DQ, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m, n_sequences, scale,
+                   HEAD_DIM: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
+                   BLOCK_M: tl.constexpr):
+    """dQ of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
+    after_previous(EARLY)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
+    b, h, m0, length, start, row = _block(pid // 2, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
+    col0 = 0
+    if D == 128:
+        col0 = pid % 2 * 64
+    else:
+        m0 += pid % 2 * 64
+    x = tl.load(Sum + tl.cast(pid, tl.int64) * 4096 + tl.arange(0, 4096)) * scale
+    x = tl.reshape(x, (4, 8, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, 64))
+    i = tl.arange(0, 64)[:, None]
+    d = col0 + tl.arange(0, 64)[None, :]
+    ptr = DQ + at(b, h, start + m0, stride_b, stride_h, stride_m) + i * stride_m + d
+    tl.store(ptr, x.to(DQ.dtype.element_ty), mask=(m0 + i < length) & (d < HEAD_DIM))
+
+
+def blocks_of_head(call: Call, block_m: int) -> int:
+    """Blocks of queries of one head: of one batch element, or of all packed sequences (some may be empty)."""
+    return call.len_q // block_m + call.batch if call.varlen else -(-call.len_q // block_m)
+
+
+def ends(
+    call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, **meta: bool
+) -> tuple[Launch, Launch]:
+    """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; meta:
+    DLSE, ORDERED and PLAIN of the one before."""
+    n_m = blocks_of_head(call, block_m)
+    n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
+    sizes = (call.heads, call.len_q, n_m, call.batch)
+    shared = {
+        "D": dim, "VARLEN": call.varlen, "EARLY": True, "BLOCK_M": block_m, "num_warps": 4, "launch_pdl": True
+    }  # fmt: skip
+    before = Launch(
+        _before_kernel, n_blocks, (*call.strides(out), *call.strides(dout), *sizes),
+        shared | meta | {"HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"]},
+    )  # fmt: skip
+    behind = Launch(
+        _behind_kernel, n_blocks * 2, (*call.strides(dq), *sizes, call.scale), shared | {"HEAD_DIM": call.head_dim}
+    )
+    return before, behind

@@ -1,0 +1,225 @@
+"""The warps of the Hopper backward that multiply nothing: one loads tiles, one for each consumer adds its dQ in order.
+
+Also what all of them agree on: which tile is whose, and which blocks of queries it visits, from the last to the first.
+
+The order of the sums: pieces of dQ of a block of queries are added by ascending keys. Each has a number in memory, that
+of the blocks of keys that are through with it, and waits until it is that of the keys before, if those visit the block.
+Every tile visits its blocks in one order, all heads from the last to the first, and the blocks of each. A tile waits
+only for that of the keys before, which has a lower number, and tiles are taken by number: whoever is waited for is
+running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
+runs beside it, and how many programs there are, does not matter.
+"""
+
+from dataclasses import dataclass
+
+from adatom.ops.attention.hopper_packed import HEADER
+from adatom.tiles.hopper import (
+    blocks_of_queries,
+    gl,
+    gluon,
+    load_tile,
+    load_tile_and_numbers,
+    mbarrier,
+    pass_turn,
+    release,
+    slot,
+    tma,
+    wait_empty,
+    wait_full,
+    wait_turn,
+)
+
+BLOCK_N = gl.constexpr(128)  # keys of a program
+HALF = gl.constexpr(64)  # keys of a consumer; rows and columns of the piece of dQ that it multiplies
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel is compiled for."""
+
+    D: int  # head_dim in memory
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    SOFTCAP: bool
+    LEFT: bool  # windows
+    RIGHT: bool
+    EVEN_N: bool  # all blocks of keys are whole
+    LENS: bool
+    VARLEN: bool
+    ADDER: bool  # a warp for each consumer adds its dQ
+    ORDERED: bool
+    DYNAMIC: bool
+    BLOCK_M: int
+    PARTS: int
+    STAGES: int
+    RESIDENT: bool
+    LATE: bool
+
+
+@gluon.constexpr_function
+def make_plan(*fields):
+    return Plan(*fields)
+
+
+@gluon.jit
+def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
+    """Blocks of queries of the keys n0..: (first, first and end of those that need no mask, number).
+
+    Neither the first nor the last ever decreases from one block of keys to the next. Keys that no query sees have one
+    block, all of it masked.
+    """
+    begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, PLAN.LEFT, PLAN.RIGHT,
+                                                           PLAN.BLOCK_M, BLOCK_N)
+    last = (gl.maximum(len_q, 1) - 1) // PLAN.BLOCK_M
+    begin = gl.minimum(begin, last)
+    if PLAN.LENS:
+        begin = gl.where(n0 >= len_k, last, begin)
+    return begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
+
+
+@gluon.jit
+def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
+    """(batch, head of keys, first key, queries, keys, first tokens of both, number of the first head's block 0 among
+    all blocks of queries, blocks of a head) of tile t.
+
+    Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
+    first. Packed tiles are listed in Order.
+    """
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    if PLAN.VARLEN:
+        row = Order + (t + 1).to(gl.int64) * HEADER
+        hk = gl.load(row + 6)
+        stride = len_q // BLOCK_M + n_heads
+        first = gl.load(row + 5) + hk * (heads // kv_heads) * stride
+        start_q, start_k = gl.load(row + 1), gl.load(row + 2)
+        return t * 0, hk, gl.load(row), gl.load(row + 3), gl.load(row + 4), start_q, start_k, first, stride
+    else:
+        n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
+        first = t // (group * n_blocks) * group
+        size = gl.minimum(group, n_heads - first)
+        r = t - first * n_blocks
+        block = r // size
+        bh = first + r - block * size
+        b = bh // kv_heads
+        hk = bh - b * kv_heads
+        stride = (len_q + BLOCK_M - 1) // BLOCK_M
+        if PLAN.LENS:
+            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        return b, hk, block * BLOCK_N, len_q, len_k, t * 0, t * 0, bh * (heads // kv_heads) * stride, stride
+
+
+@gluon.jit
+def tiles_in_all(Order, counts, PLAN: gl.constexpr):
+    """How many tiles there are."""
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
+    if PLAN.VARLEN:
+        return gl.load(Order)
+    else:
+        return n_tiles
+
+
+@gluon.jit
+def number_of(number_s, WARPS: gl.constexpr):
+    """The number of the tile that the producer took."""
+    return gl.max(number_s.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def producer(Q, K, V, DOut, Lse, Delta, Taken, Order, Lens, tiles, bars, counts, PLAN: gl.constexpr):
+    """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, and tells them its number.
+    ORDERED: so it does with the first, too: only programs that run have tiles."""
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s = tiles
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _ds_full, _dq_full, _dq_empty = bars
+    sharing = heads // kv_heads
+    n_tiles = tiles_in_all(Order, counts, PLAN)
+    n = 0
+    turn = 0
+    t = gl.program_id(0)
+    if PLAN.DYNAMIC and PLAN.ORDERED:
+        t = gl.atomic_add(Taken, 1, sem="relaxed")
+    while t < n_tiles:
+        following = t + gl.num_programs(0)
+        if PLAN.DYNAMIC and not PLAN.ORDERED:
+            following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        wait_empty(kv_empty, turn, 1)
+        if PLAN.DYNAMIC:
+            number_s.store(gl.full([1], t, gl.int32, ONE))
+        load_tile(K, b, hk, start_k + n0, 0, k_full.index(0), k_s.index(0))
+        m, h = begin + blocks, hk * sharing + sharing - 1
+        for j in range(blocks * sharing):
+            m -= 1
+            i = slot(n, STAGES)
+            row = (first + (h - hk * sharing) * stride + m) * BLOCK_M
+            wait_empty(q_empty, n, STAGES)
+            load_tile_and_numbers(Q, b, h, start_q + m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i),
+                                  lse_s.index(i))
+            if j == 0:
+                load_tile(V, b, hk, start_k + n0, 0, v_full.index(0), v_s.index(0))
+            wait_empty(do_empty, n, STAGES)
+            load_tile_and_numbers(DOut, b, h, start_q + m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
+                                  delta_s.index(i))
+            n += 1
+            if m == begin:  # the next head that shares the keys
+                m = begin + blocks
+                h -= 1
+        turn += 1
+        t = following
+        if PLAN.DYNAMIC and PLAN.ORDERED:  # not ahead: others wait for the tiles that it takes
+            t = gl.atomic_add(Taken, 1, sem="relaxed")
+    if PLAN.DYNAMIC:  # a number that is no tile's: the end
+        wait_empty(kv_empty, turn, 1)
+        number_s.store(gl.full([1], n_tiles, gl.int32, ONE))
+        mbarrier.arrive(k_full.index(0), count=1)
+
+
+@gluon.jit
+def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
+    """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before."""
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    _, _, _, _, _, _, _, dq_s, number_s = tiles
+    k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty = bars
+    n_tiles = tiles_in_all(Order, counts, PLAN)
+    n = 0
+    turn = 0
+    t = gl.program_id(0)
+    if PLAN.DYNAMIC:
+        wait_full(k_full, turn, 1)
+        t = number_of(number_s, 1)
+    while t < n_tiles:
+        if PLAN.DYNAMIC:
+            release(kv_empty, turn, 1)
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
+        index = n0 // BLOCK_N
+        m = begin + blocks
+        block = first + (heads // kv_heads - 1) * stride + m
+        for j in range(blocks * (heads // kv_heads)):
+            m -= 1
+            block -= 1
+            at = Turns + (block * 2 + C)
+            if PLAN.ORDERED:
+                wait_turn(at, gl.where(m < before_begin + before_blocks, index, 0))
+            mbarrier.wait(dq_full.index(C), n & 1)
+            tma.async_atomic_add(DQ, [block * HALF + C * (HALF // 2), 0], dq_s.index(C))
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty.index(C), count=1)
+            if PLAN.ORDERED:
+                pass_turn(at, index + 1)
+            n += 1
+            if m == begin:  # the next head
+                m = begin + blocks
+                block -= stride - blocks
+        turn += 1
+        if PLAN.DYNAMIC:
+            wait_full(k_full, turn, 1)
+            t = number_of(number_s, 1)
+        else:
+            t += gl.num_programs(0)

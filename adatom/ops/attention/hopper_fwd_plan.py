@@ -1,0 +1,107 @@
+"""How the Hopper forward is tiled: configurations, what fits in shared memory, and what balances programs."""
+
+from typing import NamedTuple
+
+import torch
+
+from adatom.ops.attention.triton_call import Call
+
+
+class Config(NamedTuple):
+    """How the kernel is tiled: `consumers` warpgroups of block_m queries each, block_n keys, `stages` buffers of keys
+    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors; spill: bytes of
+    registers that options may make it spill."""
+
+    consumers: int
+    block_m: int
+    block_n: int
+    stages: int
+    registers: int
+    persistent: bool
+    spill: int = 0
+
+
+_PAIR = Config(2, 64, 128, 2, 240, True)
+_WIDE = Config(2, 64, 64, 2, 240, True)
+_THREE = Config(3, 64, 128, 4, 160, True, spill=64)
+# (largest head_dim, kind of call) -> queries (of packed sequences, on average) from which a tile serves: tile;
+# measured, see docs/hopper.md
+CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
+    (64, "full"): {0: _PAIR._replace(stages=4), 1024: _THREE},
+    (64, "causal"): {0: _PAIR._replace(stages=4), 4096: _THREE, 8192: _THREE._replace(persistent=False)},
+    (64, "bias"): {0: _PAIR._replace(spill=64)},
+    (128, "full"): {0: _PAIR, 8192: _PAIR._replace(persistent=False)},
+    (128, "causal"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
+    (128, "bias"): {0: _PAIR._replace(spill=64)},
+    (256, "full"): {0: _WIDE, 8192: _WIDE._replace(persistent=False)},
+    (256, "causal"): {0: _WIDE._replace(persistent=False)},
+    (256, "bias"): {0: _WIDE._replace(spill=64)},
+    (64, "packed"): {0: _PAIR._replace(stages=4), 3000: _THREE},
+    (128, "packed"): {0: _PAIR._replace(persistent=False)},
+    (256, "packed"): {0: _WIDE._replace(persistent=False)},
+}
+
+
+def in_place(dims: tuple[int, int]) -> bool:
+    """Whether out takes the place of the queries: there is no room for both."""
+    return dims == (256, 256)
+
+
+def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]:
+    """(buffers of queries, of a bias) that fit in shared memory beside all else; (0, 0) where not one of each does."""
+    bias, rows = call.x.bias, config.consumers * config.block_m
+    q = rows * dims[0] * 2
+    out = 0 if in_place(dims) else rows * dims[1]
+    free = call.device.shared_memory - 1024 - (out + config.stages * config.block_n * sum(dims)) * 2
+    block = rows * config.block_n * bias.element_size() if bias is not None and call.meta["BIAS"] == 3 else 0
+    several = 2 if config.persistent else 1
+    for stages in ((several, 2), (several, 1), (1, 1)):
+        if stages[0] * q + stages[1] * block <= free:
+            return stages
+    return 0, 0
+
+
+def pick(call: Call, dims: tuple[int, int]) -> Config:
+    """The configuration for a call."""
+    kind = "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
+    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
+    length = call.len_q // max(call.batch, 1) if call.varlen else call.len_q
+    return table[max(n for n in table if n <= length)]
+
+
+def imbalance(group: int, call: Call, config: Config) -> float:
+    """How much longer than the average the longest of the persistent programs works on causal tiles, heads going in
+    such groups: a model of `_tile`, `_blocks` and `tile_number`, in blocks of keys, a tile costing one more."""
+    rows, programs = config.consumers * config.block_m, call.device.sms
+    n_blocks, n_heads = -(-call.len_q // rows), call.batch * call.heads
+    t = torch.arange(min(n_blocks * n_heads, 64 * programs), device="cpu")
+    first = t // (group * n_blocks) * group
+    block = n_blocks - 1 - (t - first * n_blocks) // (n_heads - first).clamp(max=group)
+    keys = ((block + 1) * rows + call.len_k - call.len_q + call.right).clamp(min=1, max=max(call.len_k, 1))
+    place, turn = t % programs, t // programs
+    program = torch.where(turn % 2 == 1, programs - 1 - place, place)
+    cost = (keys + config.block_n - 1) // config.block_n + 1
+    load = torch.zeros(programs, dtype=cost.dtype, device="cpu").scatter_add_(0, program, cost)
+    return float(load.max() / load.double().mean())
+
+
+def balance(config: Config, call: Call) -> tuple[Config, int]:
+    """(config, how many heads go together). At most as many as fit in L2.
+
+    Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
+    of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
+    """
+    most = call.counts()[4]
+    if call.varlen:  # the table of tiles says what comes when
+        return config, 1
+    if not config.persistent or call.right < 0:
+        return config, most if not config.persistent else 1
+    waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
+    tried = []
+    for n in (1.5, 1, 2, 3):
+        group = max(1, min(most, int(n * waves)))
+        tried.append((imbalance(group, call, config), group))
+        if tried[-1][0] <= 1.03:
+            break
+    worst, group = min(tried)
+    return (config, group) if worst <= 1.1 else (config._replace(persistent=False), most)
