@@ -379,13 +379,19 @@ def wanted(case: Any, group: str, rivals: tuple[str, ...], by_name: bool) -> dic
     return {r.name: r.bind for r in mine if by_name or r.matters(case, group)}
 
 
+def _there(value: Any) -> Any:
+    """A value of a record without the rivals that are not installed: more may be known by now."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """A new record with the cases of an old one that it did not run, which keep their commit.
 
     ValueError if the old one is of another device or other versions.
     """
     for what in ("device", "kind", "versions"):
-        if old[what] != new[what]:
+        before, now = (_there(record[what]) for record in (old, new))
+        if before != now:
             raise ValueError(f"the record to be kept is of {what} {old[what]}, this is {new[what]}; name another file")
     ran = {(e["group"], e["case"]) for e in new["entries"]}
     kept = [{"commit": old["commit"]} | e for e in old["entries"] if (e["group"], e["case"]) not in ran]
