@@ -13,6 +13,7 @@ import adatom
 from adatom import device, registry, verify
 from adatom import nn as modules
 from adatom.device import Device
+from adatom.ops.attention import op as attention_op
 from adatom.ops.norm import api, cases, limits, reference, trial
 from adatom.ops.norm.problem import problem
 
@@ -51,10 +52,11 @@ def test_the_kernels_agree_with_float64_in_the_interpreter():
     """Every small case, then again with rows in chunks and rows beyond all tiles, which small ones are not."""
     program = """
 from adatom import verify
-from adatom.ops.norm import cases, triton_bwd, triton_fwd
+from adatom.ops.norm import cases, triton_bwd, triton_fwd, triton_rows
 from adatom.ops.norm.triton_rows import Config
 
 def check():
+    triton_rows._built.clear()
     rows = [row for row in verify.rows_of("norm") if row.backend == "triton"]
     small = [case for case in cases.SMALL if case.dtype.itemsize < 8]
     results = verify.run(cases=small, rows=rows, device="cpu")
@@ -62,13 +64,13 @@ def check():
     assert all(r.ok for r in results), [r for r in results if not r.ok]
 
 check()
-triton_fwd.CONFIGS = {(size, 2**14): Config(1, 4, 2, chunks=4) for size in (2, 4)}
+triton_fwd.CONFIGS = triton_fwd.LAYER = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
 triton_bwd.CONFIGS = {(size, 2**14): Config(1, 4, 1, chunks=4) for size in (2, 4)}
 triton_bwd.SUMMED = 128  # so that the sums of longer rows, or of their biases, are a pass of their own
 triton_bwd.COLUMNS_BLOCK = 32
 check()
-triton_fwd.CONFIGS = triton_bwd.CONFIGS = {}
-triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = 64
+triton_fwd.CONFIGS = triton_fwd.LAYER = triton_bwd.CONFIGS = {}
+triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = 32
 check()
 """
     environment = {"TRITON_INTERPRET": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
@@ -147,6 +149,51 @@ def test_transforms(norm):
     torch.testing.assert_close(each, torch.stack([torch.func.grad(loss)(one) for one in x]))
     hessian = torch.func.hessian(loss)(x[0, 0])
     torch.testing.assert_close(hessian, torch.autograd.functional.hessian(loss, x[0, 0]))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("residual", (False, True))
+def test_the_short_way_computes_the_same(norm, residual, monkeypatch):
+    """What a GPU takes in eager mode, past the dispatcher: values, first and second derivatives."""
+    given = arguments(norm, residual=residual)
+
+    def call(*given):
+        return called(norm, *given, residual=residual, eps=0.1)
+
+    def everything():
+        out = call(*given)
+        out = (out,) if isinstance(out, torch.Tensor) else out
+        grads = torch.autograd.grad([y.pow(3).sum() for y in out], given, create_graph=True)
+        plain = torch.autograd.grad([y.pow(3).sum() for y in call(*given)] if residual else call(*given).sum(), given)
+        seconds = torch.autograd.grad(sum(g.square().sum() for g in grads), given)
+        with torch.no_grad():
+            quiet = call(*given)
+        return *out, *grads, *plain, *seconds, *(quiet if residual else (quiet,))
+
+    want = everything()
+    api._plans.clear()
+    monkeypatch.setattr(attention_op, "_ANY_DEVICE", True)
+    got = everything()
+    assert len(api._plans) == 1
+    torch.testing.assert_close(got, want)
+    if residual:
+        *_, r = given
+        (dr,) = torch.autograd.grad(call(*given)[1].sum(), (r,))
+        assert torch.equal(dr, torch.ones_like(r))
+        (dr,) = torch.autograd.grad(call(*(t.detach() for t in given[:-1]), r)[0].sum(), (r,))
+        torch.testing.assert_close(dr, torch.autograd.grad(call(*given)[0].sum(), given[0])[0])
+
+
+def test_the_short_way_tells_calls_apart(monkeypatch):
+    monkeypatch.setattr(attention_op, "_ANY_DEVICE", True)
+    api._plans.clear()
+    x = torch.randn(3, 8)
+    adatom.rms_norm(x)
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        adatom.rms_norm(x, backend="triton")
+    adatom.rms_norm(x, eps=1e-3)
+    adatom.layer_norm(x)
+    assert len(api._plans) == 3
 
 
 def test_dtypes_of_results():
@@ -286,8 +333,9 @@ def test_modules_normalise_one_dimension():
         modules.RMSNorm((2, 3))
 
 
-def test_huge_cases_are_judged_by_parts():
+def test_huge_cases_are_judged_by_parts(monkeypatch):
     """The parts of a case judged as if it were huge hold what the whole holds, and a wrong sum shows."""
+    monkeypatch.setattr(trial, "_CHUNK", 64)
     case = cases.SMALL[2]._replace(lead=(200,), name="judged by parts")
 
     class Huge(type(case)):

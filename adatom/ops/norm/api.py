@@ -8,8 +8,9 @@ import torch
 from torch.autograd import forward_ad
 
 from adatom.check import require
+from adatom.ops.attention.op import signature
 from adatom.ops.norm import reference
-from adatom.ops.norm.op import norm_fwd
+from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,13 +76,45 @@ def problem_of(
     return problem(*_checked(x, residual, weight, bias), bias is not None), backend
 
 
+_plans: dict[Any, Plan] = {}
+
+
 def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: str | None, centred: bool) -> Any:
+    plan = _planned((x, residual, weight, bias), eps, centred, backend)
+    if plan is not None:
+        y, h = plan(x, residual, weight, bias)
+        return y if residual is None else (y, h)
     given = _checked(x, residual, weight, bias)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         y, h, *_ = reference.forward(*given, eps, centred)
     else:
         y, h, *_ = norm_fwd(*given, eps, centred, backend)
     return y if residual is None else (y, h)
+
+
+def _planned(given: tuple[Any, ...], eps: float, centred: bool, backend: str | None) -> Plan | None:
+    """The plan of a call; None for those that are traced, transformed or cast, and for tensors not on a GPU."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
+        or not isinstance(eps, float)
+    ):
+        return None
+    key = signature(given)
+    if key is None:
+        return None
+    key = (key, eps, centred, backend)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
+            _plans.clear()
+        plan = _plans[key] = Plan(_checked(*given), eps, centred, backend)
+    return plan
 
 
 def _checked(x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:

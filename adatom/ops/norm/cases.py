@@ -158,8 +158,9 @@ _EVEN = tuple(
 GPU: tuple[Case, ...] = (
     *SMALL,
     *_EVEN,
-    *(_rms(f"bf16 rms odd {n}", 301, n, BF16, residual=BF16) for n in (77, 999, 2880, 5120, 7168, 12289, 24000)),
-    *(_layer(f"f16 layer odd {n}", 301, n, F16) for n in (77, 999, 2880, 5120, 7168, 12289, 24000)),
+    *(_rms(f"bf16 rms odd {n}", 301, n, BF16, residual=BF16) for n in (77, 999, 2880, 5120, 12289, 24000)),
+    *(_layer(f"f16 layer odd {n}", 301, n, F16) for n in (77, 999, 2880, 5120, 12289, 24000)),
+    *(_layer(f"bf16 layer residual {n}", 301, n, BF16, residual=BF16) for n in (3072, 6144, 12288, 18432, 24576)),
     _rms("bf16 rms 65536", 67, 65536, BF16),
     _layer("bf16 layer 131072", 67, 131072, BF16, residual=BF16),
     _layer("f32 layer 100003", 35, 100003, F32),

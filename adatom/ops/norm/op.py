@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import Function, forward_ad
 
 from adatom.ops.norm import reference
 from adatom.ops.norm.problem import Tensor, absent, problem, statistics_dtype, sum_dtype
@@ -25,15 +26,24 @@ _library.define(
 )
 
 
-def _launch(op: str, posed: Any, backend: str | None, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """What the row chosen for a problem returns, with placeholders for what there is not."""
-    launch = load(choose(op, posed, backend).target)
+def _on_device(launch: Any, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """launch(x, *args), with x's device the current one."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            found = launch(x, *args)
-    else:
-        found = launch(x, *args)
+            return launch(x, *args)
+    return launch(x, *args)
+
+
+def _launch(op: str, posed: Any, backend: str | None, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """What the row chosen for a problem returns, with placeholders for what there is not."""
+    found = _on_device(load(choose(op, posed, backend).target), x, *args)
     return tuple(absent(x) if t is None else t.contiguous() for t in found)
+
+
+def _posed_backward(h: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, centred: bool) -> Any:
+    """The problem of a backward whose dy is of that dtype, which stands in the place of the residual's."""
+    posed = problem(h, None, weight, bias, centred)
+    return posed._replace(dtypes=(h.dtype, None if dtype == h.dtype else dtype, *posed.dtypes[2:]))
 
 
 def _fwd(
@@ -48,7 +58,7 @@ def _bwd(
     h: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor, dh: Tensor | None, mean: Tensor, rstd: Tensor,
     eps: float, centred: bool, backend: str | None, weight_grad: bool, bias_grad: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    posed, wants = problem(h, dy if dy.dtype != h.dtype else None, weight, bias, centred), (weight_grad, bias_grad)
+    posed, wants = _posed_backward(h, dy.dtype, weight, bias, centred), (weight_grad, bias_grad)
     given = (weight, bias, mean if centred else None, rstd, dy, dh, eps, centred, wants)
     return _launch("norm_bwd", posed, backend, h, *given)
 
@@ -123,3 +133,63 @@ for _name, _formula, _setup in (
     ("norm_bwd", _backward_of_backward, _save_backward),
 ):
     torch.library.register_autograd(f"adatom::{_name}", _formula, setup_context=_setup, lib=_library)
+
+
+class Plan:
+    """A call that was checked before, and its launchers: checks, PyTorch's dispatcher and the choice of a kernel cost
+    the host more time than small kernels take."""
+
+    def __init__(self, given: Any, eps: float, centred: bool, backend: str | None) -> None:
+        x, residual, weight, bias = given
+        self.options = eps, centred, backend
+        self.forward = load(choose("norm_fwd", problem(x, residual, weight, bias, centred), backend).target)
+        posed = _posed_backward(x, x.dtype, weight, bias, centred)
+        if residual is not None:
+            h = sum_dtype(x, residual)
+            posed = posed._replace(dtypes=(h, None if h == x.dtype else x.dtype, *posed.dtypes[2:]))
+        self.backward = load(choose("norm_bwd", posed, backend).target)
+
+    def __call__(self, *given: Tensor | None) -> Any:
+        """y and h of the tensors, differentiable if one of them wants it."""
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+            return super(Function, PlannedNorm).apply(self, *given)
+        return self.run(*given)[:2]
+
+    def run(self, x: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+        """y, h, mean and rstd."""
+        return _on_device(self.forward, x, *rest, *self.options[:2])
+
+
+class PlannedNorm(Function):
+    """(plan, x, residual, weight, bias) -> (y, h), for eager mode on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, residual: Any, weight: Any, bias: Any) -> Any:
+        y, h, mean, rstd = plan.run(x, residual, weight, bias)
+        ctx.save_for_backward(x if h is None else h, weight, bias, mean, rstd)
+        ctx.plan, ctx.dtypes = plan, (x.dtype, None if residual is None else residual.dtype)
+        ctx.set_materialize_grads(False)
+        return y, h
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> Any:
+        h, weight, bias, mean, rstd = ctx.saved_tensors
+        (eps, centred, backend), needs, dx = ctx.plan.options, ctx.needs_input_grad, dh
+        dweight = dbias = None
+        if dy is not None:
+            further = torch.is_grad_enabled() or forward_ad._current_level >= 0
+            if further or type(dy) is not Tensor or dy.is_neg() or torch._C._len_torch_dispatch_stack():
+                mean = absent(h) if mean is None else mean
+                grads: Any = norm_bwd(h, weight, bias, dy, dh, mean, rstd, eps, centred, backend, needs[3], needs[4])
+            else:
+                wants = needs[3], needs[4]
+                grads = _on_device(ctx.plan.backward, h, weight, bias, mean, rstd, dy, dh, eps, centred, wants)
+            dx, dweight, dbias = grads
+        x_dtype, residual_dtype = ctx.dtypes
+        return (
+            None,
+            None if dx is None or not needs[1] else dx.to(x_dtype),
+            None if dx is None or not needs[2] else dx.to(residual_dtype),
+            dweight if needs[3] else None,
+            dbias if needs[4] else None,
+        )

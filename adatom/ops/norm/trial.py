@@ -164,8 +164,9 @@ class _Sums:
         for start in range(0, trial.dy.shape[0], _CHUNK):
             part = trial.part(slice(start, start + _CHUNK), sums=True)
             for name, value in part.truth("norm_bwd").items():
-                total[name] = total[name] + value if name in total else value
-        self.sums = {name: value for name, value in total.items() if name != "dx"}
+                if name != "dx":
+                    total[name] = total[name] + value if name in total else value
+        self.sums = total
 
     def truth(self, op: str) -> Tensors:
         return self.sums

@@ -2,12 +2,14 @@
 """Normalisation backward in Triton, sm_80 and up.
 
 Programs stay: each takes every n-th tile of rows and sums the gradients of weight and bias over its tiles, in
-registers. It writes these sums once, and a second kernel adds those of all programs, in order: no atomics, the same bits
-each run. Rows of two chunks and more are read twice, the second time from the L2 cache, to which the next row is then on
-its way. Beyond the largest such row, the sums over rows are a pass of their own.
+registers. It writes these sums once, and a second kernel adds those of all programs, in order: no atomics, the same
+bits each run. Rows of two chunks and more are read twice, the second time from the L2 cache, to which the next row is
+then on its way. Beyond the largest such row, the sums over rows are a pass of their own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,12 +25,12 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(16, 4, 4),
     (2, 256): Config(16, 4, 4),
     (2, 512): Config(8, 4, 4),
-    (2, 1024): Config(8, 8, 2, 3),
-    (2, 2048): Config(4, 8, 2, 3),
+    (2, 1024): Config(4, 4, 4),
+    (2, 2048): Config(2, 4, 4),
     (2, 4096): Config(2, 16, 1, 4),
     (2, 8192): Config(1, 16, 1, 5),
-    (2, 16384): Config(1, 16, 1, 1, 2, True),
-    (2, 32768): Config(1, 16, 1, 1, 4, True, 1024),
+    (2, 16384): Config(1, 32, 1, 1, 8, True),
+    (2, 32768): Config(1, 32, 1, 1, 16, True, 1024),
     (4, 128): Config(16, 4, 4),
     (4, 256): Config(8, 4, 4),
     (4, 512): Config(4, 4, 4),
@@ -36,8 +38,8 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 2048): Config(1, 4, 4, 3),
     (4, 4096): Config(1, 8, 2, 3),
     (4, 8192): Config(1, 16, 1, 3),
-    (4, 16384): Config(1, 16, 1, 1, 4, True),
-    (4, 32768): Config(1, 16, 1, 1, 8, True, 1024),
+    (4, 16384): Config(1, 32, 1, 1, 8, True),
+    (4, 32768): Config(1, 32, 1, 1, 16, True, 1024),
 }
 SUMMED = 32768  # numbers that a program can sum over rows in registers
 LONG = Config(1, 16)  # rows beyond all of these
@@ -64,15 +66,16 @@ def _scaled(at_dy, at_w, m, m_j, WEIGHT: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
-def _finish(at_dx, at_dh, u, g, mean_ug, mean_g, rstd, m, CENTRED: tl.constexpr, DH: tl.constexpr):
+def _finish(at_dx, at_dh, u, g, mean_ug, mean_g, rstd, m, CENTRED: tl.constexpr, DH: tl.constexpr,
+            POLICY: tl.constexpr):
     """Store dx = r (g - u mean(u g) - [mean(g)]) + dh."""
     dx = g - u * mean_ug
     if CENTRED:
         dx -= mean_g
     dx *= rstd
     if DH:
-        dx += _load(at_dh, m, "evict_first")
-    tl.store(at_dx, dx.to(at_dx.dtype.element_ty), mask=m, eviction_policy="evict_first")
+        dx += _load(at_dh, m, POLICY)
+    tl.store(at_dx, dx.to(at_dx.dtype.element_ty), mask=m, eviction_policy=POLICY)
 
 
 @triton.jit(do_not_specialize=["n1", "n2", "rows", "programs"])
@@ -107,8 +110,8 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
             mean = tl.load(Mean + i, mask=m_i, other=0.0)
         if CHUNKS == 1:
             m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
-            u = _load(at_h + j, m, "evict_first")
-            dy = _load(at_dy + j, m, "evict_first")
+            u = _load(at_h + j, m, "")
+            dy = _load(at_dy + j, m, "")
             if CENTRED:
                 u -= mean
             u *= rstd
@@ -129,7 +132,7 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
                     sums_w = (sums_w[0] + dy * u,)
                 if DB:
                     sums_b = (sums_b[0] + dy,)
-            _finish(at_dx + j, at_dh + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH)
+            _finish(at_dx + j, at_dh + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "")
         else:
             ug = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             g_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
@@ -137,8 +140,8 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
                 n = k * BLOCK_N
                 m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
                 m_j = mask_of(0, n + j, 1, length, True, EVEN_N)
-                u = _load(at_h + n + j, m, "evict_last")
-                dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m_j, WEIGHT, "evict_last")
+                u = _load(at_h + n + j, m, "")
+                dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m_j, WEIGHT, "")
                 if CENTRED:
                     u -= mean
                     g_j += g
@@ -165,7 +168,7 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
                 u *= rstd
                 new_w += ((sums_w[k] + dy * u) if DW else sums_w[k],)
                 new_b += ((sums_b[k] + dy) if DB else sums_b[k],)
-                _finish(at_dx + n + j, at_dh + n + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH)
+                _finish(at_dx + n + j, at_dh + n + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "evict_first")
             sums_w = new_w
             sums_b = new_b
     at = tl.cast(pid, tl.int64) * length
@@ -196,8 +199,8 @@ def _bwd_long_kernel(H, Weight, Mean, Rstd, DY, DH, DX, h0, h1, h2, y0, y1, y2, 
     g_j = tl.zeros((BLOCK_N,), tl.float32)
     for n in range(0, length, BLOCK_N):
         m = (n + j < length) | EVEN_N
-        u = _load(at_h + n + j, m, "evict_last") - mean
-        dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m, WEIGHT, "evict_last")
+        u = _load(at_h + n + j, m, "") - mean
+        dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m, WEIGHT, "")
         ug += u * g
         g_j += g
     mean_ug = tl.sum(ug, 0) / length * rstd
@@ -206,7 +209,7 @@ def _bwd_long_kernel(H, Weight, Mean, Rstd, DY, DH, DX, h0, h1, h2, y0, y1, y2, 
         m = (n + j < length) | EVEN_N
         u = (_load(at_h + n + j, m, "evict_first") - mean) * rstd
         dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m, WEIGHT, "evict_first")
-        _finish(at_dx + n + j, at_dh + n + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH)
+        _finish(at_dx + n + j, at_dh + n + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "evict_first")
 
 
 @triton.jit(do_not_specialize=["n1", "n2", "rows", "programs"])
@@ -283,7 +286,7 @@ class _Plan:
         size = max(h.element_size(), dy.element_size())
         found = next((c for (s, n), c in CONFIGS.items() if s == size and length <= n), None)
         config = found or LONG
-        self.whole = found is not None
+        self.whole, self.length = found is not None, length
         block = tile_of(length) // config.chunks if self.whole else LONG_BLOCK
         tiles, early, sms = -(-r.count // config.rows), device.arch >= 90, device.sms or 2
         common = {"DIMS": r.dims, "CENTRED": centred, "EARLY": early, "launch_pdl": early}
@@ -304,7 +307,7 @@ class _Plan:
                 "DW": dw,
                 "DB": db,
                 "EVEN_R": r.count % config.rows == 0,
-                "CHUNKS": config.chunks,
+                "CHUNKS": -(-length // block),
                 "FLAT": block >= config.num_warps * 256,
                 "AHEAD": r.ahead(device, 0, 1) if config.ahead else 0,
                 "STAGES": _stages(config, device, loaded),
@@ -345,12 +348,12 @@ class _Plan:
         self.sums = Launch(_sums_kernel, -(-length // SUMS_BLOCK) * sum(wants), (length, *self.parts), tile)
 
     def __call__(
-        self, r: Rows, weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor, dx: torch.Tensor,
-        dweight: torch.Tensor | None, dbias: torch.Tensor | None,
+        self, rows: Sequence[torch.Tensor | None], weight: torch.Tensor | None, mean: torch.Tensor | None,
+        rstd: torch.Tensor, dx: torch.Tensor, dweight: torch.Tensor | None, dbias: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        h, dy, dh = r.tensors
+        h, dy, dh = rows
         sums = [
-            None if t is None else rstd.new_empty(n, r.length) for t, n in zip((dweight, dbias), self.parts)
+            None if t is None else rstd.new_empty(n, self.length) for t, n in zip((dweight, dbias), self.parts)
         ]
         self.main(h, weight, mean, rstd, dy, dh, dx, *(sums if self.whole else ()))
         if self.columns is not None:
@@ -369,8 +372,9 @@ def backward(
     if h.numel() == 0:
         return dx, *(torch.zeros_like(t) if w and t is not None else None for t, w in zip((weight, bias), wants))
     dweight, dbias = (torch.empty_like(t) if w and t is not None else None for t, w in zip((weight, bias), wants))
-    r = Rows(h, dy, dh)
-    key = ("bwd", h.shape[-1], r.count, r.dims, r.sizes, r.strides, centred, wants, facts(h.device))
-    plan = remembered(key, (*r.tensors, weight, bias, mean, rstd), lambda: _Plan(r, weight, centred, wants))
-    plan(r, weight, mean, rstd, dx, dweight, dbias)
+    options = "bwd", centred, wants, facts(h.device)
+    plan, rows = remembered(
+        (h, dy, dh), (weight, bias, mean, rstd), options, lambda r: _Plan(r, weight, centred, wants)
+    )
+    plan(rows, weight, mean, rstd, dx, dweight, dbias)
     return dx, dweight, dbias

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Normalisation forward in Triton, sm_80 and up: a program owns some rows, in registers where they fit.
 
-Rows beyond the largest tile are read twice, the second time from the L2 cache. Their mean and variance are then summed
-lane by lane (Welford, Technometrics 4, 1962) and merged (Chan, Golub, LeVeque, Am. Stat. 37, 1983).
+Longer rows are read twice, the second time from caches. Each lane then sums what it sees less the first number it sees,
+and these means and squares are merged (Chan, Golub, LeVeque, Am. Stat. 37, 1983).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from adatom.device import facts
 from adatom.ops.norm.problem import statistics_dtype, sum_dtype
-from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, prefetch, remembered, tile_of
+from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, remembered, tile_of
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
 
@@ -25,7 +25,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 1024): Config(4, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
-    (2, 8192): Config(2, 8),
+    (2, 8192): Config(1, 4),
     (2, 16384): Config(1, 32, chunks=2),
     (2, 32768): Config(1, 32, chunks=4),
     (4, 128): Config(16, 4),
@@ -37,6 +37,8 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 8192): Config(1, 16),
     (4, 16384): Config(1, 32, chunks=4),
 }
+# layer norm, which keeps three numbers for each lane of a row that is read twice
+LAYER = CONFIGS | {(2, 16384): Config(1, 16, chunks=4), (2, 32768): Config(1, 16, chunks=8)}
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -51,111 +53,94 @@ def _load_sum(at_x, at_r, m, H, RESIDUAL: tl.constexpr, POLICY: tl.constexpr):
     return h
 
 
-@triton.jit(do_not_specialize=["n1", "n2", "rows", "programs"])
+@triton.jit(do_not_specialize=["n1", "n2", "rows"])
 def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1, r2, n1, n2, rows, length,
-                programs, eps,
+                eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                AHEAD: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_R: tl.constexpr,
-                BLOCK_N: tl.constexpr):
+                EARLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
-    if WHOLE:
+    m_j = mask_of(0, j, 1, length, True, EVEN_N)
+    if WHOLE and not CENTRED:
         if WEIGHT:
-            w = tl.load(Weight + j, mask=mask_of(0, j, 1, length, True, EVEN_N), other=0.0)
+            w = tl.load(Weight + j, mask=m_j, other=0.0)
         if BIAS:
-            b = tl.load(Bias + j, mask=mask_of(0, j, 1, length, True, EVEN_N), other=0.0)
-    tiles = tl.cdiv(rows, BLOCK_R)
-    for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=STAGES):
-        i = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        m_i = mask_of(i, 0, rows, 1, EVEN_R, True)
-        at_x = X + offset_of(i, n1, n2, x0, x1, x2, DIMS)
-        at_r = Residual + offset_of(i, n1, n2, r0, r1, r2, DIMS)
-        at = i * length
-        if WHOLE:
-            m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
-            h = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "evict_first")
+            b = tl.load(Bias + j, mask=m_j, other=0.0)
+    i = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    m_i = mask_of(i, 0, rows, 1, EVEN_R, True)
+    at_x = X + offset_of(i, n1, n2, x0, x1, x2, DIMS)
+    at_r = Residual + offset_of(i, n1, n2, r0, r1, r2, DIMS)
+    at = i * length
+    if WHOLE:
+        m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
+        h = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "")
+        if RESIDUAL:
+            tl.store(H + at + j, h.to(H.dtype.element_ty), mask=m)
+        if CENTRED:
+            mean = tl.sum(h, 1, keep_dims=True) / length
+            h -= mean
+            if not EVEN_N:
+                h = tl.where(j < length, h, 0.0)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1, keep_dims=True) / length + eps)
+        y = h * rstd
+        if CENTRED:  # loaded late: two vectors beside the row would cost half of the programs on a multiprocessor
+            if WEIGHT:
+                w = tl.load(Weight + j, mask=m_j, other=0.0)
+            if BIAS:
+                b = tl.load(Bias + j, mask=m_j, other=0.0)
+        if WEIGHT:
+            y *= w.to(tl.float32)
+        if BIAS:
+            y += b.to(tl.float32)
+        tl.store(Y + at + j, y.to(Y.dtype.element_ty), mask=m)
+    else:
+        shift_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        sum_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        square_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for n in range(0, length, BLOCK_N):
+            m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
+            h = _load_sum(at_x + n + j, at_r + n + j, m, H, RESIDUAL, "evict_last")
             if RESIDUAL:
-                tl.store(H + at + j, h.to(H.dtype.element_ty), mask=m)
-            if AHEAD:
-                if tile + programs < tiles:
-                    later = tl.cast(tile + programs, tl.int64)
-                    prefetch(X + offset_of(later, n1, n2, x0, x1, x2, DIMS), AHEAD)
-                    if RESIDUAL:
-                        prefetch(Residual + offset_of(later, n1, n2, r0, r1, r2, DIMS), AHEAD)
+                tl.store(H + at + n + j, h.to(H.dtype.element_ty), mask=m)
             if CENTRED:
-                mean = tl.sum(h, 1, keep_dims=True) / length
-                h -= mean
+                shift_j = tl.where(n == 0, h, shift_j)
+                h -= shift_j
                 if not EVEN_N:
-                    h = tl.where(j < length, h, 0.0)
-            rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1, keep_dims=True) / length + eps)
+                    h = tl.where(n + j < length, h, 0.0)
+                sum_j += h
+            square_j += h * h
+        if CENTRED:
+            count_j = ((length - j + BLOCK_N - 1) // BLOCK_N).to(tl.float32)
+            sum_j /= tl.maximum(count_j, 1.0)
+            mean = tl.sum((shift_j + sum_j) * count_j, 1, keep_dims=True) / length
+            square_j += count_j * ((shift_j + sum_j - mean) * (shift_j + sum_j - mean) - sum_j * sum_j)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(square_j, 1, keep_dims=True) / length + eps)
+        for n in range(0, length, BLOCK_N):
+            m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
+            m_j = mask_of(0, n + j, 1, length, True, EVEN_N)
+            h = _load_sum(at_x + n + j, at_r + n + j, m, H, RESIDUAL, "evict_first")
+            if CENTRED:
+                h -= mean
             y = h * rstd
             if WEIGHT:
-                y *= w.to(tl.float32)
+                y *= tl.load(Weight + n + j, mask=m_j, other=0.0).to(tl.float32)
             if BIAS:
-                y += b.to(tl.float32)
-            tl.store(Y + at + j, y.to(Y.dtype.element_ty), mask=m, eviction_policy="evict_first")
-        else:
-            mean_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            square_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            count_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            count = tl.zeros((), tl.float32)
-            for n in range(0, length, BLOCK_N):
-                m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
-                h = _load_sum(at_x + n + j, at_r + n + j, m, H, RESIDUAL, "evict_last")
-                if RESIDUAL:
-                    tl.store(H + at + n + j, h.to(H.dtype.element_ty), mask=m)
-                if CENTRED:
-                    moved = h - mean_j
-                    count += 1.0
-                    moved_mean = mean_j + moved / count
-                    moved_square = square_j + moved * (h - moved_mean)
-                    if EVEN_N:
-                        mean_j, square_j = moved_mean, moved_square
-                        count_j += 1.0
-                    else:
-                        seen = n + j < length
-                        mean_j = tl.where(seen, moved_mean, mean_j)
-                        square_j = tl.where(seen, moved_square, square_j)
-                        count_j += tl.where(seen, 1.0, 0.0)
-                else:
-                    square_j += h * h
-            if CENTRED:
-                mean = tl.sum(mean_j * count_j, 1, keep_dims=True) / length
-                square_j += count_j * (mean_j - mean) * (mean_j - mean)
-            rstd = 1.0 / tl.sqrt_rn(tl.sum(square_j, 1, keep_dims=True) / length + eps)
-            if AHEAD:
-                if tile + programs < tiles:
-                    later = tl.cast(tile + programs, tl.int64)
-                    prefetch(X + offset_of(later, n1, n2, x0, x1, x2, DIMS), AHEAD)
-                    if RESIDUAL:
-                        prefetch(Residual + offset_of(later, n1, n2, r0, r1, r2, DIMS), AHEAD)
-            for n in range(0, length, BLOCK_N):
-                m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
-                m_j = mask_of(0, n + j, 1, length, True, EVEN_N)
-                h = _load_sum(at_x + n + j, at_r + n + j, m, H, RESIDUAL, "evict_first")
-                if CENTRED:
-                    h -= mean
-                y = h * rstd
-                if WEIGHT:
-                    y *= tl.load(Weight + n + j, mask=m_j, other=0.0).to(tl.float32)
-                if BIAS:
-                    y += tl.load(Bias + n + j, mask=m_j, other=0.0).to(tl.float32)
-                tl.store(Y + at + n + j, y.to(Y.dtype.element_ty), mask=m, eviction_policy="evict_first")
-        if CENTRED:
-            tl.store(Mean + i, mean, mask=m_i)
-        tl.store(Rstd + i, rstd, mask=m_i)
+                y += tl.load(Bias + n + j, mask=m_j, other=0.0).to(tl.float32)
+            tl.store(Y + at + n + j, y.to(Y.dtype.element_ty), mask=m, eviction_policy="evict_first")
+    if CENTRED:
+        tl.store(Mean + i, mean, mask=m_i)
+    tl.store(Rstd + i, rstd, mask=m_i)
 
 
 def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool) -> Launch:
     x, residual = r.tensors
     assert x is not None
     device, length, size = facts(x.device), r.length, x.element_size()
-    config = next((c for (s, n), c in CONFIGS.items() if s == size and length <= n), LONG)
+    configs = LAYER if centred else CONFIGS
+    config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
-    tiles = -(-r.count // config.rows)
-    programs = min(tiles, config.per_sm * device.sms) if config.per_sm and device.sms else tiles
-    scalars = (*r.strides, *r.sizes, r.count, length, programs, eps)
+    scalars = (*r.strides, *r.sizes, r.count, length, eps)
     meta = {
         "DIMS": r.dims,
         "CENTRED": centred,
@@ -165,15 +150,13 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
         "EVEN_R": r.count % config.rows == 0,
         "EVEN_N": length % block == 0,
         "WHOLE": config.chunks == 1,
-        "AHEAD": r.ahead(device, 0, *([1] if residual is not None else [])) if config.ahead else 0,
-        "STAGES": config.num_stages,
         "EARLY": device.arch >= 90,
         "BLOCK_R": config.rows,
         "BLOCK_N": block,
         "num_warps": config.num_warps,
         "launch_pdl": device.arch >= 90,
     }
-    return Launch(_fwd_kernel, programs, scalars, meta, config.spill)
+    return Launch(_fwd_kernel, -(-r.count // config.rows), scalars, meta, config.spill)
 
 
 def forward(
@@ -190,8 +173,9 @@ def forward(
         rstd.fill_(float("nan"))
     if y.numel() == 0:
         return y, h, mean, rstd
-    r = Rows(x, residual)
-    tensors = (*r.tensors, weight, bias, y, h, mean, rstd)
-    key = ("fwd", x.shape[-1], r.count, r.dims, r.sizes, r.strides, eps, facts(x.device))
-    remembered(key, tensors, lambda: _launch(r, weight, bias, eps, centred))(*tensors)
+    options = "fwd", eps, centred, facts(x.device)
+    launch, rows = remembered(
+        (x, residual), (weight, bias), options, lambda r: _launch(r, weight, bias, eps, centred)
+    )
+    launch(*rows, weight, bias, y, h, mean, rstd)
     return y, h, mean, rstd

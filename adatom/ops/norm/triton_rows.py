@@ -115,15 +115,27 @@ Built = TypeVar("Built")
 _built: dict[Any, Any] = {}
 
 
-def remembered(key: Any, tensors: Sequence[torch.Tensor | None], build: Callable[[], Built]) -> Built:
-    """What an earlier call of this key built, with tensors of these dtypes and alignments on this device, or anew."""
-    of = tuple(None if t is None else (t.dtype, t.data_ptr() % 16, t.get_device()) for t in tensors)
-    found = _built.get((key, of))
-    if found is None:
+def remembered(
+    rows: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None], options: Any,
+    build: Callable[[Rows], Built],
+) -> tuple[Built, Sequence[torch.Tensor | None]]:  # fmt: skip
+    """What `build` makes of the `Rows` of some tensors, or made in an earlier call like this one; and their tensors.
+
+    others: more that it is launched with. options: all else that it depends on.
+    """
+    key = [options]
+    for t in (*rows, *others):
+        key.append(None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16, t.get_device()))
+    found = _built.get(tuple(key))
+    if found is not None:
+        return found, rows
+    r = Rows(*rows)
+    made = build(r)
+    if all(a is b for a, b in zip(r.tensors, rows)):  # of copies, the key says nothing
         if len(_built) >= 4096:  # lengths that never repeat must not fill the memory
             _built.clear()
-        found = _built[key, of] = build()
-    return found
+        _built[tuple(key)] = made
+    return made, r.tensors
 
 
 def tile_of(length: int) -> int:
