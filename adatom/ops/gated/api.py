@@ -50,7 +50,7 @@ def geglu(
     precision: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """gelu(x w_gate^T) * (x w_up^T). approximate: "none" or "tanh", as in torch.nn.functional.gelu; else as `swiglu`."""
+    """gelu(x w_gate^T) * (x w_up^T). approximate: "none" or "tanh", as in F.gelu; all else as in `swiglu`."""
     return _gated(x, w_gate, w_up, _gelu(approximate), recompute, precision, backend)
 
 

@@ -31,7 +31,7 @@ def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     if len(numbers) != 3:
         raise ValueError(f"a shape of gated is 3 integers, rows, in and out; not {len(numbers)}")
     options = {"activation": "silu", "bias": False, "gated": True, **options}
-    case = Case("yours", (numbers[0],), *numbers[1:], dtype, **options)
+    case = Case("yours", (numbers[0],), numbers[1], numbers[2], dtype, **options)
     api.inputs_of(**cases.make(case, "cpu"))
     return case
 

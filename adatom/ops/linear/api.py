@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from adatom.check import require
-from adatom.ops.linear.op import linear_fwd
+from adatom.ops.linear import op
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -75,7 +75,7 @@ def call(
     """The operator on checked arguments, keeping what its backward needs if there may be one."""
     given = (x, weight, up, bias)
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    return linear_fwd(*given, *o, backend, keep, into)[0]
+    return op.linear(*given, *o, backend, keep, into)
 
 
 def inputs_of(*args: Any, **kwargs: Any) -> tuple[Inputs, Options, bool, str | None]:

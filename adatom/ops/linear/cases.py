@@ -1,8 +1,8 @@
 """Shapes, inputs, flops and bytes of linear and gated: read by the tests, verify, bench and compile.
 
-SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included. GPU, and QUICK among
-them: many tiles, every activation, odd sizes, over 2**31 elements. COMPILE: cases that together reach every kernel
-configuration. BENCH: groups of cases to time.
+SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included. GPU, and QUICK
+among them: many tiles, every activation, odd sizes, over 2**31 elements. COMPILE: cases that together reach every
+kernel configuration. BENCH: groups of cases to time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,20 @@
+# mypy: ignore-errors
 """linear and gated on Hopper (Gluon): products with all that comes after them in their epilogues.
 
 A producer warp feeds two consumer warpgroups by TMA; programs are persistent. A consumer converts its accumulator in
 pieces of columns, and TMA stores them while it goes on.
 
-The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are half a sum apart. A
-program works on a run of tiles below each other, so that the tiles of B come round for each of them. The first consumer
-sums over k = 0, 1, ... as they come, the second from the middle on: k = half, ..., last, and then, beside the first's next
-tile, k = 0, ..., half - 1. A sum does not mind where it begins.
+The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are about half a sum
+apart. A sum does not mind where it begins. A program works on a run of tiles below each other, for which the tiles of B
+come round again and again, in three blocks of k: U, S and W. The first consumer sums over W, S, U, the second over U,
+S, W, and the ring carries
+
+    W S | U S W S | U S W S | ... | U S W
+    1 1   * 2 * 1   * 2 * 1         * 2 2
+
+of which both consumers read what is marked *: only S, the solos, comes twice. While one consumer computes a solo, the
+other is in its epilogue. The longer the epilogue, the longer S; with an empty S the ring alone lets one go ahead. A run
+of one tile has nothing but U: the consumers go side by side.
 """
 
 from dataclasses import dataclass
@@ -35,7 +43,6 @@ from adatom.tiles.hopper_gemm import (
     load_box,
     make_ring,
     multiply,
-    pass_by,
     raster,
     split_columns,
     value_and_slope,
@@ -56,7 +63,7 @@ class Config(NamedTuple):
     piece: int
     buffers: int
     group: int = 16
-    longest: int = 4
+    longest: int = 8
 
 
 WIDE = Config(64, 256, 4, 64, 2)
@@ -72,7 +79,6 @@ class Plan:
     BIAS: bool
     KEEP: bool
     GRAD: bool
-    SUMS: bool
     ADD: bool
     A_COLS: bool
     B_COLS: bool
@@ -105,21 +111,27 @@ def _run(r, M, N, run, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, run, n_runs, PLAN: gl.constexpr):
+def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs,
+              PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     PARTS: gl.constexpr = 2 if PLAN.GATED else 1
     BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
-    half = k_tiles // 2
     n = 0
     for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
         row, count, column = _run(r, M, N, run, PLAN)
-        for tile in range(count + 1):
-            first = tile < count  # beyond the last tile, the second consumer's sum comes to its end
-            for k in range(gl.where(first, k_tiles, half)):
-                second = (k >= half) | (tile > 0)
+        for block in range(2, 4 * count + 3):  # U, S, W, S of each turn, of which there is one more than tiles
+            turn = block // 4
+            which = block % 4
+            begin = gl.where(which == 0, 0, gl.where(which == 2, u + solo, u))
+            end = gl.where(which == 0, u, gl.where(which == 2, k_tiles, u + solo))
+            first = (which != 1) & ((which == 0) | (turn < count))
+            second = (which != 3) & (turn > 0)
+            upper = row + gl.where(which == 0, turn - 1, turn) * (2 * BLOCK_M)
+            lower = row + (turn - 1) * (2 * BLOCK_M) + BLOCK_M
+            for k in range(begin, end):
                 wait_empty(empty, n, STAGES)
                 i = slot(n, STAGES)
                 bar = full.index(i)
@@ -127,9 +139,9 @@ def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, run, n_runs, PLAN:
                     mbarrier.expect(bar, BYTES + A.block_type.nbytes)
                 else:
                     mbarrier.expect(bar, BYTES)
-                above = row + gl.where(k >= half, tile, tile - 1) * (2 * BLOCK_M) + BLOCK_M
-                load_box(A, row + tile * (2 * BLOCK_M), k * 64, bar, a_s.index(2 * i), first, A_COLS)
-                load_box(A, above, k * 64, bar, a_s.index(2 * i + 1), second, A_COLS)
+                    mbarrier.arrive(empty.index(i), count=1)  # for the consumer that will not read it
+                load_box(A, upper, k * 64, bar, a_s.index(2 * i), first, A_COLS)
+                load_box(A, lower, k * 64, bar, a_s.index(2 * i + 1), second, A_COLS)
                 load_box(B, column, k * 64, bar, b_s.index(PARTS * i), True, B_COLS)
                 if PLAN.GATED:
                     load_box(Up, column, k * 64, bar, b_s.index(PARTS * i + 1), True, B_COLS)
@@ -152,7 +164,29 @@ def _emit(desc, x, row, column, c_s, C: gl.constexpr, NUMBER: gl.constexpr, PLAN
 
 
 @gluon.jit
-def _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
+def _prefetch(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
+    """Fetch the lines of a tile of D to L2."""
+    LINES: gl.constexpr = PLAN.OUT_N // 64
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [4, 1], [1, 0])
+    i = gl.minimum(row + gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT)), M - 1)
+    j = gl.minimum(column + gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT)) * 64, N - 1)
+    lines = D + ((i.to(gl.int64) * stride_d)[:, None] + j[None, :])
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=gl.int32, is_pure=False,
+                              pack=1)
+
+
+@gluon.jit
+def _load(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
+    """A piece of D, in the registers of the accumulator."""
+    LAYOUT: gl.constexpr = acc_layout(PLAN.PIECE)
+    i = row + gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    j = column + gl.arange(0, PLAN.PIECE, layout=gl.SliceLayout(0, LAYOUT))
+    at = (i.to(gl.int64) * stride_d)[:, None] + j[None, :]
+    return gl.load(D + at, mask=(i < M)[:, None] & (j < N)[None, :], other=0.0)
+
+
+@gluon.jit
+def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
               PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
@@ -167,26 +201,23 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row, column, M, 
         parts = split_columns(acc, PIECES)
     if PLAN.BIAS:
         bias_s.index(C).store(bias)
+    if PLAN.GRAD:
+        ahead = _load(D, row, column, M, N, stride_d, PLAN)
     for p in gl.static_range(PIECES):
         z = parts[p]
         c = column + p * PIECE
         if PLAN.BIAS:
             z = z + bias_s.index(C).slice(p * PIECE, PIECE).load(COLUMNS)[None, :]
         if PLAN.GRAD:
-            i = row + gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-            j = c + gl.arange(0, PIECE, layout=COLUMNS)
-            at = (i.to(gl.int64) * stride_d)[:, None] + j[None, :]
-            d = gl.load(D + at, mask=(i < M)[:, None] & (j < N)[None, :], other=0.0).to(gl.float32)
+            d = ahead.to(gl.float32)
+            if p + 1 < PIECES:
+                ahead = _load(D, row, c + PIECE, M, N, stride_d, PLAN)
             value, slope = value_and_slope(z, ACT)
             if PLAN.GATED:
                 _emit(Pre, d * others[p] * slope, row, c, c_s, C, 2 * p, PLAN)
                 _emit(PreUp, d * value, row, c, c_s, C, 2 * p + 1, PLAN)
             else:
-                dz = d * slope
-                _emit(Out, dz, row, c, c_s, C, p, PLAN)
-                if PLAN.SUMS:
-                    r = (row // PLAN.BLOCK_M).to(gl.int64) * N
-                    gl.store(Sums + r + j, gl.sum(dz, 0), mask=j < N)
+                _emit(Out, d * slope, row, c, c_s, C, p, PLAN)
         elif PLAN.GATED:
             if PLAN.KEEP:
                 _emit(Pre, z, row, c, c_s, C, 3 * p, PLAN)
@@ -199,45 +230,60 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row, column, M, 
 
 
 @gluon.jit
-def _consumer(Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, run, n_runs,
-              stride_d, C: gl.constexpr, PLAN: gl.constexpr):
+def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo,
+              run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
+    w = k_tiles - u - solo
     n = 0
+    done = 0
     for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
         row, count, column = _run(r, M, N, run, PLAN)
         if C == 1:
-            n = pass_by(full, empty, n, k_tiles // 2, STAGES)
+            n += w + solo
         for tile in range(count):
             bias = 0.0
             if PLAN.BIAS:  # loaded before the products, one or two a thread
                 j = column + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0]))
                 bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
-            acc = multiply(a_s, b_s, full, empty, n, k_tiles, C, 2, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES)
-            n += k_tiles
-            _epilogue(acc, bias, Out, Pre, PreUp, D, Sums, c_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
+            if PLAN.GRAD:
+                _prefetch(D, row + (2 * tile + C) * BLOCK_M, column, M, N, stride_d, PLAN)
+            # what lies before n in the ring has arrived: a wait for n by parity would take an older lap for it
+            if C == 0:
+                mbarrier.wait(turns.index(0), (done & 1) ^ 1)
+                seen = gl.maximum(w + solo, 1)
+            else:
+                mbarrier.wait(turns.index(1), done & 1)
+                seen = gl.where(tile == count - 1, k_tiles, gl.maximum(u + solo, 1))
+            done += 1
+            acc = multiply(a_s, b_s, full, empty, n, k_tiles, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
+                           BLOCK_N, STAGES)
+            n += k_tiles + solo
+            _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
                       stride_d, C, PLAN)
         if C == 0:
-            n = pass_by(full, empty, n, k_tiles // 2, STAGES)
+            n += w
+        else:
+            n -= solo
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "run", "n_runs"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, run, n_runs, stride_d,
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_runs, stride_d,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            SUMS: gl.constexpr, ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
+            ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
             GROUP: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
 
-    KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was given,
-    from D, that of Out; gated: to Pre and PreUp. SUMS: its sums over BLOCK_M rows, (rows / BLOCK_M, N). ADD: the result
-    is added to what Out holds. A_COLS, B_COLS: the operand is given as its transpose.
+    KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was
+    given, from D, that of Out; gated: to Pre and PreUp. ADD: the result is added to what Out holds.
+    A_COLS, B_COLS: the operand is given as its transpose.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, SUMS, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
                                BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
@@ -246,16 +292,17 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Sums, M, N, k_tiles, run, n_runs
     bias_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N if BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
+    turns = make_barriers(2, 1)
     fence_async_shared()
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
     gl.warp_specialize([
-        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, run,
-                     n_runs, stride_d, 0, PLAN)),
-        (_consumer, (Out, Pre, PreUp, D, Bias, Sums, a_s, b_s, c_s, bias_s, full, empty, M, N, k_tiles, run,
-                     n_runs, stride_d, 1, PLAN)),
-        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, run, n_runs, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                     solo, run, n_runs, stride_d, 0, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                     solo, run, n_runs, stride_d, 1, PLAN)),
+        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
     ], [4, 1], [240, 24])
 
 
@@ -277,16 +324,25 @@ def _length(rows: int, columns: int, longest: int, sms: int) -> int:
     return min(range(1, longest + 1), key=time)
 
 
+def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
+    """Tiles of k in a block S: about as long as the epilogue, less what the ring holds."""
+    if grad:
+        return 16
+    if gated:  # half as many results
+        return 6 if keep else 2
+    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 5}[act] + (4 if keep else 0)
+
+
 _launches: dict[tuple, Launch] = {}
 
 
 def _product(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, pre: tuple[torch.Tensor, ...] = (), dout: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None, act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
+    act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
 ) -> None:  # fmt: skip
     """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
-    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, sums)
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias)
     device = facts(a.device)
     options = act, keep, add, cols, device
     key = options, tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
@@ -299,7 +355,7 @@ def _product(
 
 
 def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) -> Launch:
-    a, b, up, out, pre, _, dout, bias, sums = tensors
+    a, b, up, out, pre, _, dout, bias = tensors
     k, rows = a.shape if "a" in cols else a.shape[::-1]
     columns = b.shape[1 if "b" in cols else 0]
     wide = columns * (1 if up is None else 2)
@@ -312,7 +368,6 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) 
         BIAS=bias is not None,
         KEEP=keep,
         GRAD=dout is not None,
-        SUMS=sums is not None,
         ADD=add,
         A_COLS="a" in cols,
         B_COLS="b" in cols,
@@ -320,7 +375,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) 
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=piece,
-        BUFFERS=config.buffers,
+        BUFFERS=config.buffers * config.piece // piece if dout is not None else config.buffers,
         GROUP=config.group,
         num_warps=4,
         launch_pdl=True,
@@ -338,7 +393,11 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) 
     run = _length(*tiles, config.longest, device.sms)
     n_runs = -(-tiles[0] // run) * tiles[1]
     stride_d = 0 if dout is None else dout.stride(0)
-    scalars = (rows, columns, -(-k // BLOCK_K), run, n_runs, stride_d)
+    k_tiles = -(-k // BLOCK_K)
+    solo = _solo(act, keep, up is not None, dout is not None)
+    solo = min(k_tiles // 2, solo) if run > 1 else 0
+    u = (k_tiles - solo) // 2 if run > 1 else k_tiles
+    scalars = (rows, columns, k_tiles, u, solo, run, n_runs, stride_d)
     spill = 0 if dout is None else 320
     return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
 
@@ -363,15 +422,14 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tens
     return out, pre
 
 
-def _dz(x: Inputs, o: Options, dout: torch.Tensor, sums: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dz from the inputs alone, and its sums over rows."""
+def _dz(x: Inputs, o: Options, dout: torch.Tensor) -> torch.Tensor:
+    """dz from the inputs alone."""
     weight, up = _weights(x, o)
     rows, n = x.x.shape[0], weight.shape[0]
     dz = x.x.new_empty(rows, x.products)
-    partial = x.x.new_empty(-(-rows // 128) * 2, n, dtype=torch.float32) if sums else None
     halves = (dz[:, :n], dz[:, n:]) if o.gated else ()
-    _product(x.x, weight, dz, up=up, bias=x.bias, pre=halves, dout=dout, sums=partial, act=o.activation)
-    return dz, None if partial is None else partial.sum(0).to(x.x.dtype)
+    _product(x.x, weight, dz, up=up, bias=x.bias, pre=halves, dout=dout, act=o.activation)
+    return dz
 
 
 def backward(
@@ -383,7 +441,8 @@ def backward(
     if not o.keeps:
         dz, dbias = dout, dout.sum(0) if sums else None
     elif kept is None:
-        dz, dbias = _dz(x, o, dout, sums)
+        dz = _dz(x, o, dout)
+        dbias = dz.sum(0) if sums else None
     else:
         dz, dbias = gradient(kept, dout, o.activation, o.gated, sums)
     n = x.weight.shape[0]

@@ -122,7 +122,9 @@ def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, dout: Tensor | None, _: Any = None, bwd: Any = linear_bwd, bwd_into: Any = linear_bwd_into
+) -> tuple[Any, ...]:
     *tensors, kept = ctx.saved_tensors
     nothing = (None,) * 6
     if dout is None:
@@ -132,10 +134,10 @@ def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
     if ctx.into is not None and need_weight:
         if torch.is_grad_enabled():
             raise RuntimeError("adatom: gradients added to weight_grad cannot be differentiated again")
-        dx, dbias = linear_bwd_into(*tensors, *ctx.options, kept, dout, need_x, need_bias, ctx.into)
+        dx, dbias = bwd_into(*tensors, *ctx.options, kept, dout, need_x, need_bias, ctx.into)
         dweight = dup = None
     else:
-        grads = linear_bwd(*tensors, *ctx.options, kept, dout, need_x, need_weight or need_up, need_bias)
+        grads = bwd(*tensors, *ctx.options, kept, dout, need_x, need_weight or need_up, need_bias)
         dx, dweight, dup, dbias = grads
     return (
         dx if need_x else None,
@@ -196,3 +198,41 @@ for _name, _formula, _setup in (
     ("linear_bwd", _backward_of_backward, _save_backward),
 ):
     torch.library.register_autograd(f"adatom::{_name}", _formula, setup_context=_setup, lib=_library)
+
+
+class Linear(torch.autograd.Function):
+    """The arguments of linear_fwd -> out. For eager mode, where the host's time counts: past PyTorch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        results = _fwd(*args)
+        _save_forward(ctx, args, results)
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # what comes out is to be differentiated again
+            return _backward(ctx, dout)
+        return _backward(ctx, dout, None, _bwd, _bwd_into)
+
+
+_apply = super(torch.autograd.Function, Linear).apply  # without binding arguments for functorch
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def linear(*args: Any) -> Tensor:
+    """out of linear_fwd, by the shortest way: plain tensors in eager mode need no operator."""
+    x = args[0]
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or not (x.is_cuda or x.is_cpu)
+        or any(t is not None and type(t) not in _PLAIN for t in args[:4])
+    ):
+        return linear_fwd(*args)[0]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
+        return _apply(*args)
+    return _fwd(*args)[0]

@@ -61,7 +61,7 @@ class Problem(NamedTuple):
 
 
 def suits_tma(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can hold these matrices: contiguous rows, addresses and steps multiples of 16 bytes."""
+    """Whether tensor descriptors can hold these: contiguous rows, addresses and steps multiples of 16 bytes."""
     return all(
         t.numel() > 0
         and (t.stride(1) == 1 or t.shape[1] == 1)

@@ -98,7 +98,7 @@ class Trial:
 
     @cached_property
     def _autograd(self) -> Tensors:
-        """Both passes by eager PyTorch, in the precision of the case; operands rounded to TF32 where it is asked for."""
+        """Both passes by eager PyTorch, in the precision of the case; TF32 by rounding the operands of products."""
         tf32 = self.o.precision == "tf32" and self.x.x.dtype == torch.float32
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -164,7 +164,7 @@ def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     numbers = shape or [64, 96, 80]
     if len(numbers) != 3:
         raise ValueError(f"a shape of linear is 3 integers, rows, in and out; not {len(numbers)}")
-    case = Case("yours", (numbers[0],), *numbers[1:], dtype, **options)
+    case = Case("yours", (numbers[0],), numbers[1], numbers[2], dtype, **options)
     api.inputs_of(**cases.make(case, "cpu"))
     return case
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """linear and gated on any GPU from sm_80 (Triton): products with all that comes after them in their epilogues.
 
 Operands have any strides. Rows of tiles are walked in groups, so that tiles of both operands are read again from L2.
@@ -38,6 +39,12 @@ _INTERPRETED = Config(32, 32, 32, 4, 1)
 
 
 @triton.jit
+def _round_tf32(x):
+    """float32 with the 10 mantissa bits of TF32, rounded to nearest."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _product(A, B, i, j, m_i, m_j, K, stride_ai, stride_ak, stride_bj, stride_bk, BLOCK_M: tl.constexpr,
              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
     """Rows i of A times rows j of B, over their K columns: [BLOCK_M, BLOCK_N], float32."""
@@ -49,6 +56,8 @@ def _product(A, B, i, j, m_i, m_j, K, stride_ai, stride_ak, stride_bj, stride_bk
         left = k < K - k0
         a = tl.load(a_ptr, mask=m_i[:, None] & left[None, :], other=0.0)
         b = tl.load(b_ptr, mask=m_j[None, :] & left[:, None], other=0.0)
+        if PRECISION == "tf32":  # the tensor core would cut off, not round
+            a, b = _round_tf32(a), _round_tf32(b)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_ptr += tl.cast(BLOCK_K, tl.int64) * stride_ak
         b_ptr += tl.cast(BLOCK_K, tl.int64) * stride_bk
@@ -56,15 +65,15 @@ def _product(A, B, i, j, m_i, m_j, K, stride_ai, stride_ak, stride_bj, stride_bk
 
 
 @triton.jit
-def _kernel(A, B, Up, Out, Pre, D, Bias, Sums, M, N, K, stride_ai, stride_ak, stride_bj, stride_bk, stride_uj, stride_uk,
-            stride_o, stride_p, stride_d, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-            GRAD: tl.constexpr, SUMS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+def _kernel(A, B, Up, Out, Pre, D, Bias, Sums, M, N, K, stride_ai, stride_ak, stride_bj, stride_bk, stride_uj,
+            stride_uk, stride_o, stride_p, stride_d, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+            KEEP: tl.constexpr, GRAD: tl.constexpr, SUMS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
 
     KEEP: also what act was given, to Pre, and A Up^T beside it. GRAD: instead of Out, the gradient of what act was
-    given, from D, that of Out; gated: two beside each other. SUMS: its sums over BLOCK_M rows, (rows / BLOCK_M, N). ADD:
-    the result is added to what Out holds.
+    given, from D, that of Out; gated: two beside each other. SUMS: its sums over BLOCK_M rows, (rows / BLOCK_M, N).
+    ADD: the result is added to what Out holds.
     """
     pid = tl.program_id(0)
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
