@@ -23,8 +23,8 @@ from adatom.tiles.triton import after_previous
 # (bytes of an element, largest length) -> tile
 CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(16, 4, 4),
-    (2, 256): Config(16, 4, 4),
-    (2, 512): Config(8, 4, 4),
+    (2, 256): Config(8, 4, 4),
+    (2, 512): Config(4, 4, 4),
     (2, 1024): Config(4, 4, 4),
     (2, 2048): Config(2, 4, 4),
     (2, 4096): Config(2, 16, 1, 4),
@@ -286,6 +286,8 @@ class _Plan:
         size = max(h.element_size(), dy.element_size())
         found = next((c for (s, n), c in CONFIGS.items() if s == size and length <= n), None)
         config = found or LONG
+        if centred and config.per_sm > 1:  # two sums for each column, not one
+            config = config._replace(rows=max(1, config.rows // 2))
         self.whole, self.length = found is not None, length
         block = tile_of(length) // config.chunks if self.whole else LONG_BLOCK
         tiles, early, sms = -(-r.count // config.rows), device.arch >= 90, device.sms or 2
@@ -296,6 +298,8 @@ class _Plan:
             "EVEN_N": length % block == 0,
             "BLOCK_N": block,
             "num_warps": config.num_warps,
+            # registers for all programs that are to share a multiprocessor
+            "maxnreg": 65536 // (config.per_sm * config.num_warps * 32) if config.per_sm > 1 else None,
         }
         steps = (*r.strides, *r.sizes, r.count, length)
         held = SUMMED // tile_of(length) if self.whole else 0  # how many sums over rows the first kernel takes
