@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from adatom.ops.attention import limits as attention
 from adatom.ops.linear import limits as linear
+from adatom.ops.moe import limits as moe
 from adatom.ops.norm import limits as norm
 
 log = logging.getLogger("adatom")
@@ -84,6 +85,10 @@ ROWS: tuple[Row, ...] = (
     Row("gated_bwd", "torch", "linear.torch_linear:backward", linear.torch_linear),
     Row("gated_bwd", "triton_any", "linear.triton_linear:backward", linear.triton_any),
     Row("gated_bwd", "reference", "linear.reference:backward", linear.reference),
+    Row("moe_fwd", "torch", "moe.torch_moe:forward", moe.torch_moe),
+    Row("moe_fwd", "reference", "moe.reference:forward", moe.reference),
+    Row("moe_bwd", "torch", "moe.torch_moe:backward", moe.torch_moe),
+    Row("moe_bwd", "reference", "moe.reference:backward", moe.reference),
     Row("norm_fwd", "triton", "norm.triton_fwd:forward", norm.triton),
     Row("norm_fwd", "torch", "norm.reference:forward", norm.torch),
     Row("norm_fwd", "reference", "norm.reference:forward", norm.reference),
@@ -96,6 +101,7 @@ PASSES: dict[str, tuple[str, ...]] = {
     "attention": ("attention_fwd", "attention_bwd", "attention_bwd_bwd", "attention_jvp"),
     "linear": ("linear_fwd", "linear_bwd"),
     "gated": ("gated_fwd", "gated_bwd"),
+    "moe": ("moe_fwd", "moe_bwd"),
     "norm": ("norm_fwd", "norm_bwd"),
 }
 

@@ -1,0 +1,170 @@
+"""Which experts a token goes to, with which weights, in differentiable PyTorch and without host synchronisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adatom.check import require
+from adatom.ops.moe.problem import Tensor, inverse_of, plan
+
+SCORINGS = ("softmax", "sigmoid")
+_NONE = 1e-20  # keeps sums of scores that are all 0 from dividing 0 by 0
+
+
+def moe_route(
+    router_logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    selection_bias: Tensor | None = None,
+    groups: tuple[int, int] | tuple[int, int, int] | None = None,
+    scale: float = 1.0,
+    capacity: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weights and indices of the top_k experts of each token, as `moe_routed` takes them.
+
+    Args:
+        router_logits: (..., experts), floating.
+        top_k: experts of a token, 1 to experts.
+        scoring: "softmax" over all experts, or "sigmoid" of each: the scores, in float32 (float64 of float64).
+        renormalize: divide a token's weights by their sum. With "softmax", that is the softmax of the chosen logits.
+        selection_bias: (experts,), added to the scores for choosing only: weights are scores without it, and it gets no
+            gradient.
+        groups: (n, kept) or (n, kept, best): the experts are n groups of neighbours; a token chooses from the `kept`
+            groups of which the `best` (default 2) largest scores have the largest sum.
+        scale: multiplies the weights, after renormalizing.
+        capacity: an expert takes at most this many pairs of a token and an expert, the first in the order of tokens;
+            the others are dropped: their index is `experts`, their weight 0. A token's other weights stay as they are.
+
+    Returns:
+        weights (..., top_k), float32 (float64 of float64), differentiable with respect to router_logits to any order;
+        and indices (..., top_k), int64, the largest score first. Ties are broken as torch.topk breaks them.
+
+    Raises:
+        ValueError, TypeError: what does not fit; the message prints it.
+
+    Source: Shazeer et al., arXiv:1701.06538; capacity: Fedus et al., arXiv:2101.03961; the selection bias: Wang et al.,
+    arXiv:2408.15664; groups: DeepSeek-V3, arXiv:2412.19437, and with best=1 DeepSeek-V2, arXiv:2405.04434.
+    """
+    _check_logits(router_logits, scoring)
+    experts = router_logits.shape[-1]
+    require(
+        isinstance(top_k, int) and 1 <= top_k <= experts, "top_k from 1 to the number of experts", top_k=top_k,
+        router_logits=router_logits,
+    )  # fmt: skip
+    scores = _scores(router_logits, scoring)
+    choice = scores.detach()
+    if selection_bias is not None:
+        fits = isinstance(selection_bias, Tensor) and selection_bias.shape == (experts,)
+        require(
+            fits and selection_bias.device == router_logits.device, "selection_bias (experts,), on the logits' device",
+            selection_bias=selection_bias, router_logits=router_logits,
+        )  # fmt: skip
+        choice = choice + selection_bias.detach().to(choice.dtype)
+    if groups is not None:
+        choice = _within_groups(choice, groups, top_k)
+    indices = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, indices)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _NONE)
+    if scale != 1.0:
+        weights = weights * scale
+    if capacity is not None:
+        require(isinstance(capacity, int) and capacity >= 0, "a capacity of 0 or more pairs", capacity=capacity)
+        kept = _within_capacity(indices, experts, capacity)
+        indices, weights = torch.where(kept, indices, experts), torch.where(kept, weights, 0)
+    return weights, indices
+
+
+def load_balancing_loss(
+    router_logits: Tensor, indices: Tensor, *, scoring: str = "softmax", mask: Tensor | None = None
+) -> Tensor:
+    """experts * sum over experts of (pairs of a token with it / tokens) * (mean probability of it).
+
+    top_k where all experts are chosen as often as each other, and more where they are not. Differentiable with respect
+    to router_logits, through the probabilities. For several layers as one, concatenate their tokens.
+
+    Args:
+        router_logits: (..., experts). indices: (..., top_k), as from `moe_route`, without capacity.
+        scoring: what makes probabilities of logits: "softmax", or "sigmoid", divided by their sum over experts.
+        mask: (...) bool: the tokens that count, all of them by default; False on padding.
+
+    Returns:
+        A scalar, float32 (float64 of float64); 0 without tokens.
+
+    Source: Fedus et al., arXiv:2101.03961, eq. 4 to 6; for top_k > 1 as Mixtral's.
+    """
+    _check_logits(router_logits, scoring)
+    lead = router_logits.shape[:-1]
+    require(
+        isinstance(indices, Tensor) and _integers(indices) and indices.dim() > 0 and indices.shape[:-1] == lead,
+        "integer indices (..., top_k) of router_logits (..., experts)", router_logits=router_logits, indices=indices,
+    )  # fmt: skip
+    probabilities = _scores(router_logits, scoring)
+    if scoring == "sigmoid":
+        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + _NONE)
+    experts = router_logits.shape[-1]
+    tokens = probabilities.new_full((), lead.numel())
+    if mask is not None:
+        fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == lead
+        require(fits, "a bool mask (...) of router_logits (..., experts)", router_logits=router_logits, mask=mask)
+        indices = torch.where(mask[..., None], indices, experts)
+        probabilities = torch.where(mask[..., None], probabilities, 0)
+        tokens = mask.sum().to(probabilities.dtype)
+    tokens = tokens.clamp(min=1)
+    means = probabilities.reshape(-1, experts).sum(0) / tokens
+    return experts * (expert_counts(indices, experts).to(means.dtype) / tokens * means).sum()
+
+
+def expert_counts(indices: Tensor, experts: int) -> Tensor:
+    """(experts,) int32: how often each expert is named. Without host synchronisation."""
+    return plan(indices, experts)[1].diff()
+
+
+def _integers(indices: Tensor) -> bool:
+    return indices.dtype in (torch.int32, torch.int64)
+
+
+def _check_logits(router_logits: Any, scoring: str) -> None:
+    if not isinstance(router_logits, Tensor) or not router_logits.is_floating_point():
+        require(False, "floating router_logits (..., experts)", TypeError, router_logits=router_logits)
+    require(
+        router_logits.dim() > 0 and router_logits.shape[-1] > 0, "router_logits (..., experts)",
+        router_logits=router_logits,
+    )  # fmt: skip
+    require(scoring in SCORINGS, f"a scoring among {', '.join(SCORINGS)}", scoring=scoring)
+
+
+def _scores(logits: Tensor, scoring: str) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.sigmoid() if scoring == "sigmoid" else torch.softmax(wide, -1)
+
+
+def _within_groups(choice: Tensor, groups: tuple[int, ...], top_k: int) -> Tensor:
+    """-inf for the experts of all but the chosen groups."""
+    experts = choice.shape[-1]
+    n, kept, best = (*groups, 2) if len(groups) == 2 else groups if len(groups) == 3 else (0, 0, 0)
+    if n < 1 or experts % n or not 1 <= kept <= n or best < 1:
+        require(
+            False, "groups (n, kept) or (n, kept, best): n a divisor of experts, kept from 1 to n, best from 1",
+            groups=groups, experts=experts,
+        )  # fmt: skip
+    size = experts // n
+    require(
+        top_k <= kept * size, "no more experts for a token than its groups have", top_k=top_k, groups=groups,
+        experts=experts,
+    )  # fmt: skip
+    apart = choice.unflatten(-1, (n, size))
+    sums = apart.topk(min(best, size), dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(kept, dim=-1).indices, True)
+    return torch.where(chosen[..., None], apart, -torch.inf).flatten(-2)
+
+
+def _within_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:
+    """Whether each pair is among the first `capacity` of its expert."""
+    order, offsets = plan(indices, experts)
+    rank = inverse_of(order).view(indices.shape) - offsets[:-1].long()[indices]
+    return rank < capacity
