@@ -207,7 +207,7 @@ BAD = {
     "device": ({"weight": torch.zeros(5, 4, device="meta")}, ValueError, "one device.*on meta"),
     "activation": ({"activation": "tanh"}, ValueError, "relu, gelu.*'tanh'"),
     "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*'fp8'"),
-    "weight_grad": ({"weight_grad": torch.zeros(5, 4, dtype=F64)}, ValueError, "float32 tensor like weight"),
+    "weight_grad": ({"weight_grad": torch.zeros(5, 4, dtype=F64)}, ValueError, "contiguous float32 tensor like weight"),
     "backend": ({"backend": "cudnn"}, ValueError, "no backend 'cudnn' for linear_fwd"),
 }
 

@@ -65,12 +65,11 @@ def test_capture(cuda, gated):
 
     def step():
         out = adatom.swiglu(x, w) if gated else adatom.linear(x, w, activation="gelu")
-        return (out, *torch.autograd.grad(out, (x, w), torch.ones_like(out)))
+        return [t.detach() for t in (out, *torch.autograd.grad(out, (x, w), torch.ones_like(out)))]
 
-    want = step()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        step()
+        want = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

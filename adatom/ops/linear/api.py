@@ -35,8 +35,9 @@ def linear(
         activation: None, "relu", "gelu", "gelu_tanh" (the approximation that PyTorch calls "tanh") or "silu".
         recompute: keep nothing for the backward but x and the weight: it multiplies again, and makes the gradient of
             what the activation was given in that product's epilogue.
-        weight_grad: float32 (out, in), on x's device: the backward adds the gradient of weight to it, in float32, and
-            weight.grad stays as it is (accumulation over micro-batches). Such a backward cannot be differentiated.
+        weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
+            float32, and weight.grad stays as it is (accumulation over micro-batches). Such a backward cannot be
+            differentiated.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee".
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
 
@@ -53,8 +54,11 @@ def linear(
     if weight_grad is not None:
         fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
         require(
-            fits and weight_grad.shape == weight.shape and weight_grad.device == x.device,
-            "weight_grad as a float32 tensor like weight, on x's device",
+            fits
+            and weight_grad.is_contiguous()
+            and weight_grad.shape == weight.shape
+            and weight_grad.device == x.device,
+            "weight_grad as a contiguous float32 tensor like weight, on x's device",
             weight=weight,
             weight_grad=weight_grad,
         )

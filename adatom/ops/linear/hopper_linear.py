@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 
 from adatom.device import facts
-from adatom.ops.linear.problem import Inputs, Options
+from adatom.ops.linear.problem import Inputs, Options, suits_tma
+from adatom.ops.linear.torch_linear import products
 from adatom.tiles.hopper import (
     fence_async_shared,
     gl,
@@ -47,7 +48,7 @@ from adatom.tiles.hopper_gemm import (
     split_columns,
     value_and_slope,
 )
-from adatom.tiles.triton_dense import gradient
+from adatom.tiles.triton_dense import gradient, remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
 
@@ -333,9 +334,6 @@ def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
     return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 5}[act] + (4 if keep else 0)
 
 
-_launches: dict[tuple, Launch] = {}
-
-
 def _product(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, pre: tuple[torch.Tensor, ...] = (), dout: torch.Tensor | None = None,
@@ -343,18 +341,11 @@ def _product(
 ) -> None:  # fmt: skip
     """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
     tensors = (a, b, up, out, *(pre or (None, None)), dout, bias)
-    device = facts(a.device)
-    options = act, keep, add, cols, device
-    key = options, tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    found = _launches.get(key)
-    if found is None:
-        if len(_launches) >= 4096:  # sizes that never repeat must not fill the memory
-            _launches.clear()
-        found = _launches[key] = _launch(tensors, *options)
-    found(*tensors)
+    remembered(_launch, tensors, act, keep, add, cols)(*tensors)
 
 
-def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, device) -> Launch:
+def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launch:
+    device = facts(tensors[0].device)
     a, b, up, out, pre, _, dout, bias = tensors
     k, rows = a.shape if "a" in cols else a.shape[::-1]
     columns = b.shape[1 if "b" in cols else 0]
@@ -452,8 +443,10 @@ def backward(
         _product(dz[:, :n], x.weight, dx, cols="b")
         if x.up is not None:
             dx.addmm_(dz[:, n:], x.up)
-    if needs[1] and into is not None:
+    if needs[1] and into is not None and suits_tma(into):
         _product(dz, x.x, into, cols="ab", add=True)
+    elif needs[1] and into is not None:
+        products(x, dz, (False, True, False), into)
     elif needs[1]:
         dweight = x.weight.new_empty(x.weight.shape)
         _product(dz[:, :n], x.x, dweight, cols="ab")

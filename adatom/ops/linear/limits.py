@@ -55,6 +55,6 @@ def hopper(p: Problem) -> str | None:
         return "does not take empty tensors"
     if not p.tma:
         return "needs addresses and strides of x and the weights that are multiples of 16 bytes"
-    if p.out_features % 8:
-        return f"needs a multiple of 8 output features; got {p.out_features}"
+    if p.in_features % 8 or p.out_features % 8:
+        return f"needs multiples of 8 features; got {p.in_features} and {p.out_features}"
     return None

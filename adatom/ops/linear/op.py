@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from adatom.ops.linear.problem import Inputs, Options, problem, rows_of
+from adatom.ops.linear.problem import Inputs, Options, problem, rows_of, suits_tma
 from adatom.ops.linear.reference import gradient, gradient_gradient
 from adatom.registry import choose, load
 
@@ -71,7 +71,7 @@ def _bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
 def _differentiate(call: Any, kept: Tensor | None, dout: Tensor, needs: Any, into: Any = None) -> tuple[Tensor, ...]:
     x, o, backend = _taken(tuple(call))
     dout = rows_of(dout)
-    if dout.stride(-1) != 1 or dout.stride(0) < dout.shape[1] or dout.data_ptr() % 16:
+    if not (suits_tma(dout) or dout.is_contiguous() and dout.data_ptr() % 16 == 0):
         dout = dout.clone(memory_format=torch.contiguous_format)
     if kept is not None:
         kept = rows_of(kept)

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from adatom.device import facts
 from adatom.ops.linear.problem import Inputs, Options
-from adatom.tiles.launch import launch
-from adatom.tiles.triton_dense import gradient, value_and_slope
+from adatom.tiles.launch import Launch
+from adatom.tiles.triton_dense import gradient, remembered, value_and_slope
 
 
 class Config(NamedTuple):
@@ -30,10 +30,10 @@ class Config(NamedTuple):
 
 # By kind of arithmetic: tiles for 16-bit operands and for float32 ones, under 99 KB of shared memory.
 CONFIGS = {
-    "half": Config(128, 128, 32, 8, 3),
+    "half": Config(128, 128, 32, 8, 3, spill=160),
     "tf32": Config(128, 64, 32, 8, 2),
-    "tf32x3": Config(64, 64, 32, 4, 2),
-    "ieee": Config(64, 64, 16, 8, 2),
+    "tf32x3": Config(64, 64, 32, 4, 2, spill=64),
+    "ieee": Config(64, 64, 16, 8, 2, spill=32),
 }
 _INTERPRETED = Config(32, 32, 32, 4, 1)
 
@@ -121,25 +121,33 @@ def _multiply(
     sums: bool = False, act: str = "none", add: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
     """Launch `_kernel`; returns the sums of the rows of Out, if they are wanted."""
-    (rows, k), n, device = a.shape, b.shape[0], facts(a.device)
-    kind = precision if a.dtype == torch.float32 else "half"
-    config = _INTERPRETED if device.arch == 0 else CONFIGS[kind]
-    if up is not None and device.arch:
-        config = config._replace(block_n=64)
-    tiles = -(-rows // config.block_m), -(-n // config.block_n)
-    partial = a.new_empty(tiles[0], n, dtype=torch.float32) if sums else None
+    config = _pick(a, precision, up is not None)
+    parts = -(-a.shape[0] // config.block_m)
+    partial = a.new_empty(parts, b.shape[0], dtype=torch.float32) if sums else None
     tensors = (a, b, up, out, pre, dout, bias, partial)
-    strides = (*a.stride(), *b.stride(), *(b if up is None else up).stride())
-    steps = (0 if t is None else t.stride(0) for t in (out, pre, dout))
+    remembered(_launch, tensors, precision, act, add)(*tensors)
+    return None if partial is None else partial.sum(0).to(a.dtype)
+
+
+def _pick(a: torch.Tensor, precision: str, gated: bool) -> Config:
+    if facts(a.device).arch == 0:
+        return _INTERPRETED
+    config = CONFIGS[precision if a.dtype == torch.float32 else "half"]
+    return config._replace(block_n=64) if gated else config
+
+
+def _launch(tensors: tuple, precision: str, act: str, add: bool) -> Launch:
+    a, b, up, out, pre, dout, bias, partial = tensors
+    (rows, k), n, config = a.shape, b.shape[0], _pick(a, precision, up is not None)
     meta = dict(
         ACT=act,
         GATED=up is not None,
         BIAS=bias is not None,
         KEEP=pre is not None,
         GRAD=dout is not None,
-        SUMS=sums,
+        SUMS=partial is not None,
         ADD=add,
-        PRECISION=precision if kind != "half" else "ieee",
+        PRECISION=precision if a.dtype == torch.float32 else "ieee",
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -147,9 +155,10 @@ def _multiply(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    given = tuple(a if t is None else t for t in tensors)
-    launch(_kernel, tiles[0] * tiles[1], (*given, rows, n, k, *strides, *steps), meta, config.spill)
-    return None if partial is None else partial.sum(0).to(a.dtype)
+    strides = (*a.stride(), *b.stride(), *(b if up is None else up).stride())
+    steps = (0 if t is None else t.stride(0) for t in (out, pre, dout))
+    programs = -(-rows // config.block_m) * -(-n // config.block_n)
+    return Launch(_kernel, programs, (rows, n, k, *strides, *steps), meta, config.spill)
 
 
 def _weights(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
