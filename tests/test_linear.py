@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import adatom
+import adatom.nn
 from adatom import verify
 from adatom.device import Device, pretend
 from adatom.ops.linear import cases, reference
@@ -234,3 +235,14 @@ def test_options_and_what_they_keep():
 def test_choices_off_a_gpu():
     assert choose("linear_fwd", posed(machine=Device("cpu", 0, 0, 0))).backend == "torch"
     assert choose("linear_bwd", posed(dtype=F64)).backend == "torch"
+
+
+def test_module():
+    """adatom.nn.Linear takes the state of nn.Linear, and computes what it and the activation would."""
+    plain = torch.nn.Linear(6, 5, dtype=F64)
+    module = adatom.nn.Linear(6, 5, dtype=F64, activation="gelu")
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 6, dtype=F64)
+    torch.testing.assert_close(module(x), F.gelu(plain(x)))
+    assert "activation=gelu" in repr(module)
+    assert adatom.nn.Linear(6, 5, bias=False)(torch.randn(6)).shape == (5,)

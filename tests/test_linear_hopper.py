@@ -1,0 +1,95 @@
+"""The schedule of the Hopper products: what its launcher works out on the host, for an invented H100."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adatom.device import Device, pretend
+from adatom.ops.linear.api import inputs_of
+from adatom.ops.linear.problem import problem
+from adatom.registry import choose, rows
+
+pytest.importorskip("triton.experimental.gluon")
+
+from adatom.ops.linear import hopper_linear  # noqa: E402
+
+H100 = Device("cuda", 90, 132, 232448)
+
+
+def posed(m=4096, k=1024, n=4096, dtype=torch.bfloat16, machine=H100, cut=0, **options):
+    x = torch.empty(m, k + cut, dtype=dtype)[:, cut:]
+    w = torch.empty(n, k, dtype=dtype)
+    with pretend(machine):
+        given, o, recompute, _ = inputs_of(x, w, **options)
+        return problem(given, o, recompute)
+
+
+def test_where_hopper_runs():
+    assert choose("linear_fwd", posed()).backend == "hopper"
+    assert choose("linear_bwd", posed(activation="gelu", recompute=True)).backend == "hopper"
+    assert choose("linear_fwd", posed(machine=H100._replace(arch=80), activation="gelu")).backend == "triton"
+    assert choose("linear_fwd", posed(machine=H100._replace(arch=80))).backend == "torch"
+    assert choose("linear_fwd", posed(machine=H100._replace(arch=80), dtype=torch.float32)).backend == "triton"
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"dtype": torch.float32}, "takes float16 and bfloat16"),
+        ({"n": 4100}, "multiples of 8 features; got 1024 and 4100"),
+        ({"k": 1028}, "multiples of 16 bytes"),
+        ({"cut": 4}, "multiples of 16 bytes"),
+        ({"m": 0}, "empty"),
+        ({"machine": H100._replace(arch=100)}, "this is sm_100"),
+    ],
+)
+def test_what_hopper_does_not_take(options, why):
+    (row,) = (row for row in rows("linear_fwd") if row.backend == "hopper")
+    assert why in row.refuses(posed(**options))
+
+
+def stream(count, k_tiles, u, solo):
+    """What the producer puts in the ring for a run: (k, first consumer's tile or None, second's) of each use."""
+    uses = []
+    for block in range(2, 4 * count + 3):
+        turn, which = divmod(block, 4)
+        begin, end = {0: (0, u), 2: (u + solo, k_tiles)}.get(which, (u, u + solo))
+        first = (turn - 1 if which == 0 else turn) if which != 1 and (which == 0 or turn < count) else None
+        second = turn - 1 if which != 3 and turn > 0 else None
+        uses += [(k, first, second) for k in range(begin, end)]
+    return uses
+
+
+@pytest.mark.parametrize(
+    "count, k_tiles, u, solo", [(4, 16, 5, 5), (1, 7, 7, 0), (3, 1, 0, 0), (8, 64, 32, 0), (2, 3, 1, 1)]
+)
+def test_consumers_find_their_sums_in_the_ring(count, k_tiles, u, solo):
+    """Each consumer's k_tiles uses in a row hold each k of its tile once, and its steps lead from tile to tile."""
+    uses, w = stream(count, k_tiles, u, solo), k_tiles - u - solo
+    n = {0: 0, 1: w + solo}
+    for tile in range(count):
+        for consumer in (0, 1):
+            mine = uses[n[consumer] : n[consumer] + k_tiles]
+            assert sorted(k for k, *_ in mine) == list(range(k_tiles))
+            assert {use[1 + consumer] for use in mine} == {tile}
+            n[consumer] += k_tiles + solo
+    assert n[0] + w == n[1] - solo == len(uses)
+    for consumer in (0, 1):  # nothing that a consumer reads is left out
+        assert sum(use[1 + consumer] is not None for use in uses) == count * k_tiles
+
+
+def test_runs_keep_all_programs_busy():
+    for tiles in ((32, 16), (64, 32), (64, 64), (128, 32), (4, 16), (1, 1), (7, 3)):
+        run = hopper_linear._length(*tiles, 8, H100.sms)
+        longest = -(-(-(-tiles[0] // run) * tiles[1]) // H100.sms) * run
+        best = -(-tiles[0] * tiles[1] // H100.sms)
+        assert 1 <= run <= 8
+        assert longest <= best * 1.25 + 1
+    assert hopper_linear._length(32, 16, 8, 132) == 4
+    assert hopper_linear._length(4, 16, 8, 132) == 1
+
+
+def test_narrow_tiles_where_wide_ones_would_leave_programs_idle():
+    assert hopper_linear._pick(8192, 8192, 132) == hopper_linear.WIDE
+    assert hopper_linear._pick(512, 1024, 132) == hopper_linear.NARROW
