@@ -9,6 +9,10 @@ from torch import nn
 
 from adatom.check import require
 from adatom.ops.attention.api import attention
+from adatom.ops.gated.api import mlp
+from adatom.ops.linear.api import linear
+from adatom.ops.moe.api import moe_routed
+from adatom.ops.moe.routing import moe_route, within_capacity
 from adatom.ops.norm.api import layer_norm, rms_norm
 
 
@@ -208,3 +212,141 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y of x's shape (..., dim); with a residual, (y, x + residual)."""
         return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, backend=self.backend)
+
+
+class MoE(nn.Module):
+    """A mixture of gated experts with its router, and an expert that all tokens share: (..., dim) to the same.
+
+    Args:
+        dim: features of x. hidden: of each expert. experts, top_k: how many there are, and how many a token goes to.
+        shared: features of the shared expert, which is added with weight 1; 0: there is none.
+        selection_bias: whether there is a buffer `selection_bias` (experts,), 0 at first, which the training loop moves
+            to balance the experts (DeepSeek-V3).
+        router_dtype: of the router's product; default x's. The router's weight is a parameter `router` (experts, dim).
+        renormalize, scoring, groups, scale, capacity: as in `adatom.moe_route`; activation, recompute, backend: as in
+            `adatom.moe_routed`.
+
+    The experts' weights are parameters `gate_up` (experts, 2 * hidden, dim) and `down` (experts, dim, hidden).
+    """
+
+    selection_bias: torch.Tensor | None
+
+    def __init__(
+        self, dim: int, hidden: int, experts: int, top_k: int, *, shared: int = 0, renormalize: bool = True,
+        scoring: str = "softmax", selection_bias: bool = False, scale: float = 1.0, capacity: int | None = None,
+        groups: tuple[int, int] | tuple[int, int, int] | None = None, router_dtype: torch.dtype | None = None,
+        activation: str = "silu", recompute: bool = False, backend: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            bound = shape[-1] ** -0.5 if shape[-1] else 0.0  # as nn.Linear's
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound))
+
+        self.top_k, self.router_dtype = top_k, router_dtype
+        self.routing: dict[str, Any] = {
+            "renormalize": renormalize, "scoring": scoring, "groups": groups, "scale": scale
+        }  # fmt: skip
+        self.capacity, self.activation, self.recompute, self.backend = capacity, activation, recompute, backend
+        self.router = parameter(experts, dim)
+        self.gate_up, self.down = parameter(experts, 2 * hidden, dim), parameter(experts, dim, hidden)
+        self.shared_gate_up = parameter(2 * shared, dim) if shared else None
+        self.shared_down = parameter(dim, shared) if shared else None
+        bias = torch.zeros(experts, device=device, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", bias)
+
+    def forward(self, x: torch.Tensor, return_routing: bool = False) -> Any:
+        """(..., dim). With return_routing, (that, router_logits (..., experts), indices (..., top_k)), as
+        `adatom.load_balancing_loss` takes them: indices are those before pairs are dropped for capacity."""
+        wide = x.dtype if self.router_dtype is None else self.router_dtype
+        logits = nn.functional.linear(x.to(wide), self.router.to(wide))
+        weights, indices = moe_route(logits, self.top_k, selection_bias=self.selection_bias, **self.routing)
+        chosen = indices
+        if self.capacity is not None:
+            kept = within_capacity(indices, self.router.shape[0], self.capacity)
+            indices = torch.where(kept, indices, self.router.shape[0])
+        out = moe_routed(
+            x, weights, indices, self.gate_up, self.down,
+            activation=self.activation, recompute=self.recompute, backend=self.backend,
+        )  # fmt: skip
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            out = out + mlp(x, self.shared_gate_up, None, self.shared_down, activation=self.activation)
+        return (out, logits, chosen) if return_routing else out
+
+    def extra_repr(self) -> str:
+        experts, _, dim = self.gate_up.shape
+        return f"dim={dim}, hidden={self.down.shape[2]}, experts={experts}, top_k={self.top_k}"
+
+
+class Linear(nn.Linear):
+    """torch.nn.Linear with an activation, in one kernel; its state_dict is the same.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
+        activation, recompute, precision, backend: as in `adatom.linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        recompute: bool = False,
+        precision: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+        self.options: dict[str, Any] = {"recompute": recompute, "precision": precision, "backend": backend}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        return linear(input, self.weight, self.bias, activation=self.activation, **self.options)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), the feed-forward block of Llama and its kin, whose parameter names it has.
+
+    Args:
+        features: of x and, unless out_features is given, of the result. hidden: features between.
+        activation, recompute, precision, backend: as in `adatom.mlp`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        out_features: int | None = None,
+        *,
+        activation: str = "silu",
+        recompute: bool = False,
+        precision: str | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(features, hidden, False, device, dtype)
+        self.up_proj = nn.Linear(features, hidden, False, device, dtype)
+        self.down_proj = nn.Linear(hidden, features if out_features is None else out_features, False, device, dtype)
+        self.options: dict[str, Any] = {
+            "activation": activation,
+            "recompute": recompute,
+            "precision": precision,
+            "backend": backend,
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., features) to (..., out_features)."""
+        return mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, **self.options)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.options['activation']}"
