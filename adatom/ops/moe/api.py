@@ -17,22 +17,11 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def moe(
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    *,
-    top_k: int,
-    renormalize: bool = True,
-    scoring: str = "softmax",
-    selection_bias: torch.Tensor | None = None,
-    groups: tuple[int, int] | tuple[int, int, int] | None = None,
-    scale: float = 1.0,
-    capacity: int | None = None,
-    activation: str = "silu",
-    recompute: bool = False,
-    backend: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, router_logits: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, *, top_k: int,
+    renormalize: bool = True, scoring: str = "softmax", selection_bias: torch.Tensor | None = None,
+    groups: tuple[int, int] | tuple[int, int, int] | None = None, scale: float = 1.0, capacity: int | None = None,
+    activation: str = "silu", recompute: bool = False, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """A mixture of experts: each token through the gated blocks of the top_k experts that its router's logits choose.
 
     Args:
@@ -49,22 +38,12 @@ def moe(
     if not tensors or x.shape[:-1] != router_logits.shape[:-1] or x.device != router_logits.device:
         error = ValueError if tensors else TypeError
         require(
-            False,
-            "x (..., hidden) and router_logits (..., experts) on one device",
-            error,
-            x=x,
-            router_logits=router_logits,
+            False, "x (..., hidden), router_logits (..., experts), one device", error, x=x, router_logits=router_logits
         )
     weights, indices = moe_route(
-        router_logits,
-        top_k,
-        scoring=scoring,
-        renormalize=renormalize,
-        selection_bias=selection_bias,
-        groups=groups,
-        scale=scale,
-        capacity=capacity,
-    )
+        router_logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias, groups=groups,
+        scale=scale, capacity=capacity,
+    )  # fmt: skip
     experts = w_down.shape[0] if isinstance(w_down, torch.Tensor) and w_down.dim() else None
     require(router_logits.shape[-1] == experts, "a logit for each expert", router_logits=router_logits, w_down=w_down)
     return moe_routed(
@@ -127,10 +106,10 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
         bound.apply_defaults()
         g = bound.arguments
         logits = g["router_logits"]
-        names = ("renormalize", "scoring", "selection_bias", "groups", "scale", "capacity")
-        routed = moe_route(logits.detach(), g["top_k"], **{name: g[name] for name in names})
-        names = ("w_gate_up", "w_down", "activation", "recompute", "backend")
-        return problem_of(g["x"], *routed, **{name: g[name] for name in names})
+        how = ("renormalize", "scoring", "selection_bias", "groups", "scale", "capacity")
+        routed = moe_route(logits.detach(), g["top_k"], **{name: g[name] for name in how})
+        rest = ("w_gate_up", "w_down", "activation", "recompute", "backend")
+        return problem_of(g["x"], *routed, **{name: g[name] for name in rest})
     x, o, recompute, backend = inputs_of(*args, **kwargs)
     return problem(x, o, recompute), backend
 

@@ -14,16 +14,10 @@ _NONE = 1e-20  # keeps sums of scores that are all 0 from dividing 0 by 0
 
 
 def moe_route(
-    router_logits: Tensor,
-    top_k: int,
-    *,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    selection_bias: Tensor | None = None,
-    groups: tuple[int, int] | tuple[int, int, int] | None = None,
-    scale: float = 1.0,
-    capacity: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    router_logits: Tensor, top_k: int, *, scoring: str = "softmax", renormalize: bool = True,
+    selection_bias: Tensor | None = None, groups: tuple[int, int] | tuple[int, int, int] | None = None,
+    scale: float = 1.0, capacity: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weights and indices of the top_k experts of each token, as `moe_routed` takes them.
 
     Args:
@@ -74,7 +68,7 @@ def moe_route(
         weights = weights * scale
     if capacity is not None:
         require(isinstance(capacity, int) and capacity >= 0, "a capacity of 0 or more pairs", capacity=capacity)
-        kept = _within_capacity(indices, experts, capacity)
+        kept = within_capacity(indices, experts, capacity)
         indices, weights = torch.where(kept, indices, experts), torch.where(kept, weights, 0)
     return weights, indices
 
@@ -163,8 +157,8 @@ def _within_groups(choice: Tensor, groups: tuple[int, ...], top_k: int) -> Tenso
     return torch.where(chosen[..., None], apart, -torch.inf).flatten(-2)
 
 
-def _within_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:
-    """Whether each pair is among the first `capacity` of its expert."""
+def within_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:
+    """Whether each pair is among the first `capacity` of its expert in the order of tokens; bool, like indices."""
     order, offsets = plan(indices, experts)
     rank = inverse_of(order).view(indices.shape) - offsets[:-1].long()[indices]
     return rank < capacity

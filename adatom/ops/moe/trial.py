@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from adatom.ops.linear.torch_linear import _VALUES
 from adatom.ops.linear.trial import FLOORS
 from adatom.ops.moe import api, cases, reference
 from adatom.ops.moe.cases import Case
@@ -24,13 +25,6 @@ Tensors = dict[str, Tensor]
 OUTPUTS = {
     "moe_fwd": ("out", "pre", "order", "offsets"),
     "moe_bwd": ("dx", "dweights", "dw_gate_up", "dw_down"),
-}
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
 }
 _ALL = (True, True, True, True)
 
@@ -44,7 +38,7 @@ class Trial:
         random = torch.Generator(device).manual_seed(seed + 1)
         wide = torch.bfloat16 if case.huge else torch.float32
         self.dout = torch.randn(self.x.x.shape, generator=random, device=device, dtype=wide).to(case.dtype)
-        self.needs, self.compared = _ALL, OUTPUTS["moe_fwd"]
+        self.needs, self.compared = _ALL, set(OUTPUTS["moe_fwd"])
         self.forwards: dict[str, tuple[Any, ...]] = {}  # results by backend, for its derivatives
         self._truth: dict[str, Tensors] = {}
 
@@ -99,7 +93,7 @@ class Trial:
         for e in range(leaves.experts):
             token, place = torch.where(indices == e)
             gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, -1)
-            y = F.linear(_ACTIVATIONS[self.o.activation](gate) * up, w_down[e])
+            y = F.linear(_VALUES[self.o.activation](gate) * up, w_down[e])
             out = out.index_add(0, token, (y * weights[token, place, None]).to(out.dtype))
         given = (x, weights, w_gate_up, w_down)
         return {"out": out.detach(), **named("moe_bwd", torch.autograd.grad(out, given, self.dout))}
@@ -125,13 +119,12 @@ class Trial:
         out = []
         for s in (slice(0, 64), slice(tokens - 64, tokens)):
             if by_token:
-                x = Inputs(*(t[s] for t in self.x[:3]), *self.x[3:])
-                out.append(
-                    (self._part(x, self.dout[s], (True, True, False, False)), {k: v[s] for k, v in by_token.items()})
-                )
+                x = self.x._replace(x=self.x.x[s], weights=self.x.weights[s], indices=self.x.indices[s])
+                part = self._part(x, self.dout[s], (True, True, False, False))
+                out.append((part, {k: v[s] for k, v in by_token.items()}))
         if "dw_down" in results:
             ends = [*range(wide - 8, wide), *range(2 * wide - 8, 2 * wide)]
-            x = Inputs(*self.x[:3], self.x.w_gate_up[:, ends], self.x.w_down[..., wide - 8 :])
+            x = self.x._replace(w_gate_up=self.x.w_gate_up[:, ends], w_down=self.x.w_down[..., wide - 8 :])
             some = {"dw_gate_up": results["dw_gate_up"][:, ends], "dw_down": results["dw_down"][..., wide - 8 :]}
             out.append((self._part(x, self.dout, (False, False, True, True)), some))
         return out
@@ -140,7 +133,7 @@ class Trial:
         """Some tokens or intermediate features alone, for cases too large to be judged whole."""
         one = object.__new__(Trial)
         one.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_autograd"})
-        one.x, one.dout, one.needs, one.compared, one._truth = x, dout, needs, ("out",), {}
+        one.x, one.dout, one.needs, one.compared, one._truth = x, dout, needs, {"out"}, {}
         return one
 
 
@@ -154,10 +147,8 @@ def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     """
     numbers = shape or [96, 64, 48, 8, 2]
     if len(numbers) != 5 or not 1 <= numbers[4] <= numbers[3]:
-        raise ValueError(
-            f"a shape of moe is tokens, hidden, intermediate, experts and at most as many top_k; not {shape}"
-        )
-    case = Case("yours", (numbers[0],), *numbers[1:], dtype, **options)
+        raise ValueError(f"a shape of moe is tokens, hidden, intermediate, experts, and top_k up to that; not {shape}")
+    case = cases._case("yours", *numbers, dtype, **options)
     api.inputs_of(**cases.make(case, "cpu"))
     return case
 
@@ -168,8 +159,8 @@ def shrunk(case: Case, on_gpu: bool) -> tuple[Case, ...]:
     experts = min(case.experts, experts)
     return (
         case._replace(
-            name="small", lead=(min(case.tokens, tokens),), hidden=min(case.hidden, hidden),
-            intermediate=min(case.intermediate, wide), experts=experts, top_k=min(case.top_k, experts),
+            name="small", lead=(min(case.tokens, tokens),), hidden=min(case.hidden, hidden), experts=experts,
+            intermediate=min(case.intermediate, wide), top_k=min(case.top_k, experts),
         ),
     )  # fmt: skip
 

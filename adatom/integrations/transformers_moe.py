@@ -1,0 +1,68 @@
+"""Hugging Face transformers (5.5 or newer): `experts_implementation="adatom"`.
+
+    import adatom.integrations.transformers_moe
+    adatom.integrations.transformers_moe.register()
+    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="adatom")
+
+The experts of models whose mixture goes through transformers' experts interface (Mixtral, Qwen3-MoE, DeepSeek-V3 and
+others), with all gradients; routing stays the model's own. Experts with biases, without a gate, with interleaved gates,
+a gate of their own, or a norm behind them are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adatom.check import require
+from adatom.ops.moe.api import moe_routed
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError("adatom.integrations.transformers_moe needs the transformers package, 5.5 or newer") from error
+
+NAME = "adatom"
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "LinearActivation": "none",
+}
+
+
+def register() -> None:
+    """Make `experts_implementation="adatom"` known to transformers. Calling it twice changes nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What the experts interface calls: hidden_states (tokens, hidden), top_k_index and top_k_weights (tokens, top_k).
+
+    An index of `num_experts` marks an expert of another rank: it adds nothing. Returns (tokens, hidden).
+    """
+    m: Any = module
+    name = type(m).__name__
+    for what, unfit in (
+        ("a gate", not m.has_gate),
+        ("no biases", m.has_bias),
+        ("no norm behind the experts", m.has_post_expert_norm),
+        ("the gate's rows before the others", not m.is_concatenated),
+        ("the usual gate", type(m)._apply_gate.__module__ != ALL_EXPERTS_FUNCTIONS.__class__.__module__),
+    ):
+        require(not unfit, f"experts with {what}", NotImplementedError, module=name)
+    activation = _ACTIVATIONS.get(type(m.act_fn).__name__)
+    if activation is None:
+        require(False, f"an activation among {', '.join(_ACTIVATIONS)}", NotImplementedError, act_fn=m.act_fn)
+    gate_up, down = m.gate_up_proj, m.down_proj
+    assert activation is not None
+    if m.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    return moe_routed(hidden_states, top_k_weights, top_k_index, gate_up, down, activation=activation)

@@ -1,0 +1,209 @@
+"""moe_route() and load_balancing_loss() against plain loops, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import adatom
+from adatom.ops.moe.routing import expert_counts
+
+F64 = torch.float64
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plainly(logits, top_k, scoring="softmax", renormalize=True, selection_bias=None, groups=None, scale=1.0):
+    """Token by token, in lists: {expert: weight} of each."""
+    found = []
+    for row in logits.double():
+        scores = (row.softmax(0) if scoring == "softmax" else row.sigmoid()).tolist()
+        choice = [s + (0.0 if selection_bias is None else float(selection_bias[e])) for e, s in enumerate(scores)]
+        allowed = range(len(scores))
+        if groups is not None:
+            n, kept, best = (*groups, 2)[:3]
+            size = len(scores) // n
+            members = [range(g * size, (g + 1) * size) for g in range(n)]
+            sums = [sum(sorted((choice[e] for e in some), reverse=True)[:best]) for some in members]
+            allowed = [e for g in sorted(range(n), key=lambda g: -sums[g])[:kept] for e in members[g]]
+        chosen = sorted(allowed, key=lambda e: -choice[e])[:top_k]
+        total = sum(scores[e] for e in chosen) if renormalize else 1.0
+        found.append({e: scale * scores[e] / total for e in chosen})
+    return found
+
+
+OPTIONS = {
+    "softmax": {},
+    "not renormalized": {"renormalize": False},
+    "sigmoid": {"scoring": "sigmoid"},
+    "sigmoid, not renormalized": {"scoring": "sigmoid", "renormalize": False},
+    "scale": {"scale": 2.5},
+    "bias": {"scoring": "sigmoid", "selection_bias": torch.linspace(1, -1, 12)},
+    "bias of softmax": {"selection_bias": torch.linspace(1, -1, 12), "renormalize": False},
+    "groups": {"groups": (4, 2)},
+    "groups by their best": {"groups": (3, 1, 1)},
+    "groups by three": {"groups": (3, 2, 3)},
+    "groups of one": {"groups": (12, 5)},
+    "DeepSeek-V3": {
+        "scoring": "sigmoid",
+        "selection_bias": torch.linspace(0.3, -0.3, 12),
+        "groups": (4, 2),
+        "scale": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("top_k", [1, 3, 4])
+def test_routes_are_a_loops(name, top_k):
+    options, logits = OPTIONS[name], torch.randn(40, 12, dtype=F64)
+    weights, indices = adatom.moe_route(logits, top_k, **options)
+    assert weights.shape == indices.shape == (40, top_k) and indices.dtype == torch.int64
+    for w, e, want in zip(weights, indices.tolist(), plainly(logits, top_k, **options)):
+        assert set(e) == set(want) and len(set(e)) == top_k
+        torch.testing.assert_close(w, torch.tensor([want[i] for i in e], dtype=F64))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_routes(seed):
+    torch.manual_seed(seed)
+    groups, size = (int(n) for n in torch.randint(1, 5, (2,)))
+    kept = int(torch.randint(1, groups + 1, ()))
+    top_k = int(torch.randint(1, kept * size + 1, ()))
+    options = {
+        "scoring": ["softmax", "sigmoid"][seed % 2],
+        "renormalize": seed % 3 > 0,
+        "selection_bias": torch.randn(groups * size) if seed % 4 > 1 else None,
+        "groups": (groups, kept) if seed % 5 else None,
+    }
+    logits = 3 * torch.randn(15, groups * size, dtype=F64)
+    weights, indices = adatom.moe_route(logits, top_k, **options)
+    for w, e, want in zip(weights.tolist(), indices.tolist(), plainly(logits, top_k, **options)):
+        assert dict(zip(e, w)) == pytest.approx(want)
+
+
+def test_all_experts():
+    logits = torch.randn(5, 4, dtype=F64)
+    weights, indices = adatom.moe_route(logits, 4)
+    torch.testing.assert_close(weights.gather(1, indices.argsort(1)), logits.softmax(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_are_float32(dtype):
+    logits = torch.randn(2, 9, 6).to(dtype)
+    weights, indices = adatom.moe_route(logits, 2)
+    assert weights.dtype == torch.float32 and weights.shape == (2, 9, 2)
+    torch.testing.assert_close(weights, torch.softmax(logits.float().gather(-1, indices), -1))
+
+
+def test_scores_that_are_all_zero():
+    """Sigmoids of far negative logits are 0 in float32: their weights are 0, and not 0 / 0."""
+    logits = torch.full((3, 4), -1e4, requires_grad=True)
+    weights, _ = adatom.moe_route(logits, 2, scoring="sigmoid")
+    assert not weights.any()
+    assert torch.autograd.grad(weights.sum(), logits)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "groups": (2, 1)}, {"renormalize": False}], ids=str)
+def test_derivatives(options):
+    logits = torch.randn(4, 6, dtype=F64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: adatom.moe_route(x, 2, **options)[0], logits)
+    torch.autograd.gradgradcheck(lambda x: adatom.moe_route(x, 2, **options)[0], logits)
+
+
+def test_the_bias_only_chooses():
+    logits, bias = torch.randn(9, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    plain = adatom.moe_route(logits, 2, scoring="sigmoid", renormalize=False)
+    with torch.no_grad():
+        bias[3] = 10
+    weights, indices = adatom.moe_route(logits, 2, scoring="sigmoid", renormalize=False, selection_bias=bias)
+    assert (indices[:, 0] == 3).all() and not torch.equal(indices, plain[1])
+    torch.testing.assert_close(weights[:, 0], logits[:, 3].sigmoid())
+    assert torch.autograd.grad(weights.sum(), bias, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3, 100])
+def test_capacity(capacity):
+    """The first pairs of each expert in the order of tokens stay; weights of the others are 0."""
+    logits = torch.randn(3, 5, 4, dtype=F64) + torch.tensor([2.0, 0, 0, -2])
+    weights, indices = adatom.moe_route(logits, 2)
+    kept_weights, kept = adatom.moe_route(logits, 2, capacity=capacity)
+    taken = [0] * 4
+    for w, e, kw, ke in zip(*(t.reshape(-1).tolist() for t in (weights, indices, kept_weights, kept))):
+        fits, taken[e] = taken[e] < capacity, taken[e] + 1
+        assert (kw, ke) == ((w, e) if fits else (0.0, 4))
+    assert expert_counts(kept, 4).tolist() == [min(n, capacity) for n in taken]
+
+
+def test_counts():
+    indices = torch.tensor([[0, 2], [2, 4], [-1, 2]])
+    assert expert_counts(indices, 4).tolist() == [1, 0, 3, 0]
+    assert expert_counts(indices[:0], 4).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_load_balancing_loss(scoring, masked):
+    logits = torch.randn(3, 7, 6, dtype=F64, requires_grad=True)
+    _, indices = adatom.moe_route(logits, 2, scoring=scoring)
+    mask = torch.rand(3, 7) > 0.4 if masked else None
+    loss = adatom.load_balancing_loss(logits, indices, scoring=scoring, mask=mask)
+    count = mask if masked else torch.ones(3, 7, dtype=torch.bool)
+    p = logits.softmax(-1) if scoring == "softmax" else F.normalize(logits.sigmoid(), p=1, dim=-1)
+    share = F.one_hot(indices, 6).sum(-2)[count].double().mean(0)
+    want = 6 * (share * p[count].mean(0)).sum()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(want, logits)[0])
+
+
+def test_a_balanced_load_has_loss_top_k():
+    indices = torch.tensor([[0, 1], [2, 3]])
+    assert adatom.load_balancing_loss(torch.zeros(2, 4), indices).item() == pytest.approx(2)
+    assert adatom.load_balancing_loss(torch.zeros(0, 4), indices[:0]).item() == 0
+    nobody = torch.zeros(2, dtype=torch.bool)
+    assert adatom.load_balancing_loss(torch.zeros(2, 4), indices, mask=nobody).item() == 0
+
+
+def test_load_balancing_loss_is_transformers():
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    layers = tuple(torch.randn(6, 8) for _ in range(3))
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    logits = torch.cat(layers)
+    indices = adatom.moe_route(logits, 2)[1]
+    ours = adatom.load_balancing_loss(logits, indices)
+    torch.testing.assert_close(ours, mixtral.load_balancing_loss_func(layers, 8, 2))
+    ours = adatom.load_balancing_loss(logits, indices, mask=mask.reshape(-1).bool().repeat(3))
+    torch.testing.assert_close(ours, mixtral.load_balancing_loss_func(layers, 8, 2, mask))
+
+
+BAD = {
+    "no tensor": ({"router_logits": [1.0]}, TypeError, "floating router_logits"),
+    "integers": ({"router_logits": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "floating router_logits"),
+    "no experts": ({"router_logits": torch.zeros(3, 0)}, ValueError, r"router_logits=float32\[3, 0\]"),
+    "top_k 0": ({"top_k": 0}, ValueError, "top_k from 1"),
+    "top_k": ({"top_k": 9}, ValueError, "top_k from 1 to the number of experts; got top_k=9"),
+    "scoring": ({"scoring": "tanh"}, ValueError, "softmax, sigmoid; got scoring='tanh'"),
+    "bias": ({"selection_bias": torch.zeros(7)}, ValueError, r"selection_bias \(experts,\)"),
+    "groups": ({"groups": (3, 1)}, ValueError, "a divisor of experts"),
+    "groups kept": ({"groups": (4, 5)}, ValueError, "kept from 1 to n"),
+    "groups of what": ({"groups": (4,)}, ValueError, r"groups \(n, kept\)"),
+    "too few": ({"groups": (4, 1), "top_k": 3}, ValueError, "no more experts for a token than its groups have"),
+    "capacity": ({"capacity": 1.5}, ValueError, "a capacity of 0 or more"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_answered(name):
+    wrong, error, message = BAD[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        adatom.moe_route(**{"router_logits": torch.zeros(3, 8), "top_k": 2, **wrong})
+
+
+def test_bad_input_of_the_loss_is_answered():
+    with pytest.raises(ValueError, match=r"integer indices \(\.\.\., top_k\)"):
+        adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"integer indices"):
+        adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="a bool mask"):
+        adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), mask=torch.ones(3))
