@@ -294,12 +294,12 @@ def judge_all(
 def spread(tasks: Sequence[Task], device: torch.device, jobs: int) -> Iterator[list[Result]]:
     """The results of each case, examined by `jobs` processes. One whose GPU crashed is replaced."""
     context = torch.multiprocessing.get_context("spawn")
-    todo, found = context.SimpleQueue(), context.SimpleQueue()
-    for task in (*tasks, *[None] * jobs):
-        todo.put(task)
+    todo, found = context.SimpleQueue(), context.SimpleQueue()  # pipes of 64 KB: whole tasks would not fit
+    for number in (*range(len(tasks)), *[None] * jobs):
+        todo.put(number)
 
     def start() -> Any:
-        process = context.Process(target=_examine_all, args=(todo, found, device), daemon=True)
+        process = context.Process(target=_examine_all, args=(tasks, todo, found, device), daemon=True)
         process.start()
         return process
 
@@ -320,11 +320,11 @@ def spread(tasks: Sequence[Task], device: torch.device, jobs: int) -> Iterator[l
             process.join()  # its memory is free
 
 
-def _examine_all(todo: Any, found: Any, device: torch.device) -> None:
-    """What a process does: cases from `todo`, until there is none or the GPU no longer answers."""
+def _examine_all(tasks: Sequence[Task], todo: Any, found: Any, device: torch.device) -> None:
+    """What a process does: tasks by their numbers in `todo`, until there is none or the GPU no longer answers."""
     torch.set_num_threads(1)
-    while (task := todo.get()) is not None:
-        case, rows = task
+    while (number := todo.get()) is not None:
+        case, rows = tasks[number]
         try:
             results = examine_case(case, rows, device)
         except Exception as error:
