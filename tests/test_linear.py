@@ -246,3 +246,35 @@ def test_module():
     torch.testing.assert_close(module(x), F.gelu(plain(x)))
     assert "activation=gelu" in repr(module)
     assert adatom.nn.Linear(6, 5, bias=False)(torch.randn(6)).shape == (5,)
+
+
+def test_transforms():
+    """torch.func: grad, grad of grad, vmap of grad."""
+    x, w = (t.detach() for t in tensors((4, 6), (5, 6)))
+
+    def ours(x, w):
+        return adatom.linear(x, w, activation="gelu").square().sum()
+
+    def plain(x, w):
+        return F.gelu(x @ w.mT).square().sum()
+
+    def penalty(f):
+        return torch.func.grad(lambda w: torch.func.grad(f)(x, w).square().sum())(w)
+
+    torch.testing.assert_close(torch.func.grad(ours, argnums=1)(x, w), torch.func.grad(plain, argnums=1)(x, w))
+    torch.testing.assert_close(penalty(ours), penalty(plain))
+    each = (torch.func.vmap(torch.func.grad(f), in_dims=(0, None))(x, w) for f in (ours, plain))
+    torch.testing.assert_close(*each)
+
+
+def test_weight_grad_compiled():
+    x, w = tensors((4, 6), (5, 6), dtype=torch.float32)
+    buffers = torch.zeros(5, 6), torch.zeros(5, 6)
+
+    def step(x, w, buffer):
+        return adatom.linear(x, w, activation="silu", weight_grad=buffer)
+
+    step(x, w, buffers[0]).sum().backward()
+    torch.compile(step, fullgraph=True, backend="aot_eager")(x, w, buffers[1]).sum().backward()
+    assert w.grad is None and buffers[0].abs().sum() > 0
+    torch.testing.assert_close(*buffers)
