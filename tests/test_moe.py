@@ -8,12 +8,14 @@ import torch.nn.functional as F
 
 import adatom
 from adatom import verify
+from adatom.bench import rivals, rivals_moe
 from adatom.device import Device, pretend
 from adatom.nn import MoE
 from adatom.ops.moe import cases, reference
 from adatom.ops.moe.api import inputs_of
 from adatom.ops.moe.problem import inverse_of, plan, problem
 from adatom.ops.moe.torch_grouped import grouped, outer
+from adatom.ops.moe.trial import Trial
 from adatom.registry import Row, choose, rows
 
 F64 = torch.float64
@@ -324,6 +326,41 @@ def test_wrong_kernels_are_refused(op, wrong):
     assert not any(r.ok for r in verify.examine_case(case, [row], torch.device("cpu")))
 
 
+def test_huge_cases_are_judged_by_their_ends(monkeypatch):
+    """The first and last tokens, and the last features of the experts."""
+    case = next(c for c in cases.SMALL if c.name == "bf16 silu")._replace(lead=(200,), routing="dropped")
+    monkeypatch.setattr(cases.Case, "huge", property(lambda self: True))
+    trial = Trial(case, torch.device("cpu"))
+    forward = reference.forward(*trial.arguments("moe_fwd"))
+    backward = reference.backward(*trial.arguments("moe_bwd", *forward))
+
+    def ratios(op, results):
+        parts = trial.parts(verify.named(op, results))
+        assert parts
+        return [verify.judge(part, op, some)[1] for part, some in parts]
+
+    assert all(r <= 1 for r in (*ratios("moe_fwd", forward), *ratios("moe_bwd", backward)))
+    for i, broken in enumerate(backward):
+        broken[..., -1:] += 1
+        assert max(ratios("moe_bwd", backward)) > 1, i
+        broken[..., -1:] -= 1
+    forward[0][-1] = 0
+    assert max(ratios("moe_fwd", forward)) > 1
+
+
+def test_rivals_compute_the_same():
+    case = next(c for c in cases.SMALL if c.name == "bf16 silu")
+    given = cases.make(case, "cpu")
+    names = rivals_moe.TENSORS
+    want = adatom.moe_routed(**given)
+    for rival in rivals_moe.RIVALS[:2]:
+        got = rival.bind(case, given)(*(given[n] for n in names))
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+        with pytest.raises(rivals.Unfit):
+            rival.bind(case._replace(routing="dropped"), given)
+    assert rivals_moe.passes("moe_decode", case) == ("forward",) and len(rivals_moe.passes("moe", case)) == 2
+
+
 def test_cases():
     names = [case.name for case in (*cases.GPU, *cases.COMPILE)]
     assert len({c.name for c in cases.GPU}) == len(cases.GPU) and set(cases.COMPILE_QUICK) <= set(names)
@@ -331,7 +368,7 @@ def test_cases():
     case = cases.BENCH["moe"][0]
     assert cases.flops(case, "moe_fwd") == 3 * 2 * 16384 * 4096 * 14336
     assert cases.flops(case, "moe_bwd") == 2 * cases.flops(case, "moe_fwd")
-    one = next(c for c in cases.BENCH["moe decode"] if c.name == "mixtral 1 tokens")
+    one = next(c for c in cases.BENCH["moe_decode"] if c.name == "mixtral 1 tokens")
     assert cases.bytes_moved(one, "moe_fwd") == pytest.approx(2 * 3 * 2 * 4096 * 14336, rel=1e-3)
 
 

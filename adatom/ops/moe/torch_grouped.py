@@ -91,13 +91,14 @@ class _Blocks:
         self.length = -(-rows // groups)
         full = min(groups, rows)  # groups that can have rows
         self.count = (rows + full * (self.length - 1)) // self.length
+        offsets = offsets.long()
         first = torch.zeros_like(offsets)
-        torch.cumsum((offsets.diff() + self.length - 1) // self.length, 0, dtype=first.dtype, out=first[1:])
+        torch.cumsum((offsets.diff() + self.length - 1) // self.length, 0, out=first[1:])
         self.group = torch.searchsorted(first[1:], torch.arange(self.count, device=device), right=True)
         self.group.clamp_(max=groups - 1)  # blocks that hold nothing
         row = torch.arange(rows, device=device)
-        of = torch.searchsorted(offsets[1:].long(), row, right=True)
-        slot = first.index_select(0, of).long() * self.length + row - offsets.index_select(0, of)
+        of = torch.searchsorted(offsets[1:], row, right=True)
+        slot = first.index_select(0, of) * self.length + row - offsets.index_select(0, of)
         self.slot = torch.where(of < groups, slot, self.count * self.length)
 
     def cut(self, x: Tensor) -> Tensor:
