@@ -70,3 +70,4 @@ BENCH: dict[str, tuple[Case, ...]] = {
         for m, k, n in ((8192, 4096, 14336), (16384, 4096, 14336), (4096, 1024, 4096), (16384, 2048, 8192))
     )
 }
+BENCH_CPU: dict[str, tuple[Case, ...]] = {"swiglu": (_case("swiglu 512x256x1024", 512, 256, 1024, F32),)}

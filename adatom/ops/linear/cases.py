@@ -2,7 +2,7 @@
 
 SMALL: tiny cases that together touch every option; seconds on a CPU, Triton's interpreter included. GPU, and QUICK
 among them: many tiles, every activation, odd sizes, over 2**31 elements. COMPILE: cases that together reach every
-kernel configuration. BENCH: groups of cases to time.
+kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 """
 
 from __future__ import annotations
@@ -181,6 +181,7 @@ def _bench(activation: str | None, bias: bool) -> tuple[Case, ...]:
 
 
 BENCH: dict[str, tuple[Case, ...]] = {
-    "plain": _bench(None, False),
-    **{name: _bench(name, True) for name in ACTIVATIONS[1:]},
+    "linear": _bench(None, False),
+    **{f"linear_{name}": _bench(name, True) for name in ACTIVATIONS[1:]},
 }
+BENCH_CPU: dict[str, tuple[Case, ...]] = {"linear_gelu": (_case("gelu 512x256x1024", 512, 256, 1024, F32, "gelu"),)}

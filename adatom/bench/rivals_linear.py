@@ -1,0 +1,82 @@
+"""The other implementations of linear layers with activations, and of gated ones, that adatom is timed against."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from adatom.bench.rivals import Bind, Call, Rival, Unfit
+from adatom.ops.linear.cases import Case
+
+Tensor = torch.Tensor
+
+TENSORS = ("x", "weight", "bias")
+
+
+def passes(group: str, case: Case) -> tuple[str, ...]:
+    """What is timed."""
+    return ("forward", "backward")
+
+
+def _activation(z: Tensor, name: str | None) -> Tensor:
+    if name in (None, "none"):
+        return z
+    if name == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
+    functions: dict[str, Call] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+    return functions[name](z)
+
+
+def _plain(name: str | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The layer by PyTorch's functions."""
+    return _activation(F.linear(x, weight, bias), name)
+
+
+def _gated(name: str | None, x: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The gated layer by PyTorch's functions; one weight for both products is multiplied once."""
+    if up is None:
+        z, y = F.linear(x, gate).chunk(2, -1)
+    else:
+        z, y = F.linear(x, gate), F.linear(x, up)
+    return _activation(z, name) * y
+
+
+@lru_cache(maxsize=2)
+def _compiled(gated: bool) -> Any:
+    return torch.compile(_gated if gated else _plain, dynamic=False)
+
+
+def _torch(compiled: bool) -> Bind:
+    def bind(case: Case, given: dict[str, Any]) -> Call:
+        if compiled:
+            torch.compiler.reset()  # or the 8 variants that one function may have run out
+
+        def call(*tensors: Tensor) -> Tensor:
+            layer = _compiled(case.gated) if compiled else _gated if case.gated else _plain
+            return layer(case.activation, *tensors)
+
+        return call
+
+    return bind
+
+
+def _addmm(case: Case, given: dict[str, Any]) -> Call:
+    """cuBLASLt's epilogues: relu, and gelu by tanh."""
+    if case.gated or not case.bias or case.activation not in ("relu", "gelu_tanh"):
+        raise Unfit("a bias, and relu or gelu_tanh")
+    gelu = case.activation == "gelu_tanh"
+    return lambda x, weight, bias: torch._addmm_activation(bias, x, weight.t(), use_gelu=gelu)
+
+
+def _always(case: Case, group: str) -> bool:
+    return True
+
+
+RIVALS: tuple[Rival, ...] = (
+    Rival("eager", (), _torch(False), _always),
+    Rival("torch_compile", (), _torch(True), _always),
+    Rival("addmm_activation", (), _addmm, _always),
+)
