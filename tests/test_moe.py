@@ -14,7 +14,7 @@ from adatom.nn import MoE
 from adatom.ops.moe import cases, reference
 from adatom.ops.moe.api import inputs_of
 from adatom.ops.moe.problem import inverse_of, plan, problem
-from adatom.ops.moe.torch_grouped import grouped, outer
+from adatom.ops.moe.torch_grouped import grouped, outer, way
 from adatom.ops.moe.trial import Trial
 from adatom.registry import Row, choose, rows
 
@@ -167,6 +167,29 @@ def test_derivatives_through_the_router(options):
     torch.autograd.gradgradcheck(f, (x, logits, gate_up, down))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_second_derivatives_in_lower_precision(dtype):
+    """Of every cotangent, with respect to everything; weights stay float32."""
+    given = [t.detach() for t in tensors(30, 16, 8, 6, 2, dtype=torch.float32)]
+    dout, given[2] = torch.randn(30, 16), given[2].clone()
+    given[2][3, 1] = -1
+    cotangents = [torch.randn(given[i].shape) for i in (0, 1, 3, 4)]
+
+    def second(dtype, weights_dtype):
+        kinds = (dtype, weights_dtype, None, dtype, dtype)
+        leaves = [t if k is None else t.to(k).requires_grad_() for t, k in zip(given, kinds)]
+        wanted = [leaves[i] for i in (0, 1, 3, 4)]
+        cot = dout.to(dtype).requires_grad_()
+        first = torch.autograd.grad(adatom.moe_routed(*leaves), wanted, cot, create_graph=True)
+        total = [c.to(g.dtype) for c, g in zip(cotangents, first)]
+        return torch.autograd.grad(first, (*wanted, cot), total)
+
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    for got, want, like in zip(second(dtype, torch.float32), second(F64, F64), (0, 1, 3, 4, 0)):
+        assert got.dtype == (torch.float32 if like == 1 else dtype)
+        assert (got.double() - want).norm() <= tolerance * want.norm()
+
+
 def test_third_derivative():
     x, weights, indices, gate_up, down = tensors(3, 3, 2, 3)
 
@@ -267,6 +290,24 @@ def test_products_of_ragged_groups(how, sizes, tail):
     torch.testing.assert_close(grouped(x, weight, offsets, how), y)
     torch.testing.assert_close(grouped(x, weight.mT.contiguous().mT, offsets, how), y)
     torch.testing.assert_close(outer(dy, x, offsets, how), sums)
+
+
+def test_ways():
+    """PyTorch's grouped product only where it neither waits for the host nor leaves anything unwritten."""
+
+    def on(machine, dtype=torch.bfloat16, n=16, k=24, skip=0):
+        x, w = (
+            torch.empty(9, k + skip, dtype=dtype, device="meta")[:, :k],
+            torch.empty(3, n, k, dtype=dtype, device="meta"),
+        )
+        with pretend(machine):
+            return way(x, w), way(x[:, :n], w.mT), way(x, x[:, :n])
+
+    a100, b200 = Device("cuda", 80, 108, 166912), Device("cuda", 100, 148, 232448)
+    assert on(H100) == on(H100, skip=8) == ("grouped_mm",) * 3
+    assert on(a100) == on(b200) == on(H100, torch.float16) == on(H100, torch.float32) == ("blocks",) * 3
+    assert on(H100, n=12)[:2] == on(H100, k=20, n=16)[:2] == on(H100, skip=4)[:2] == ("blocks",) * 2
+    assert on(Device("cpu", 0, 0, 0)) == ("loop",) * 3
 
 
 def test_blocks_in_steps(monkeypatch):

@@ -137,12 +137,14 @@ def flops(case: Case, op: str) -> float:
 
 
 def bytes_moved(case: Case, op: str) -> float:
-    """Bytes of a pass if it reads each argument and writes each result once; experts that tokens can reach."""
+    """Bytes of a pass if it reads each argument and writes each result once; of the experts' weights those that tokens
+    reach, as many as even chances let expect."""
     x, pre = case.tokens * case.hidden, 0 if case.recompute else case.pairs * 2 * case.intermediate
-    routing = case.pairs * (2 * case.dtype.itemsize if case.narrow else 8)
-    experts = 3 * min(case.experts, case.pairs) * case.intermediate * case.hidden
-    every = 3 * case.experts * case.intermediate * case.hidden
-    elements = 2 * x + pre + experts if op == "moe_fwd" else 3 * x + pre + experts + every
+    routing = case.pairs * (4 + (case.dtype.itemsize if case.narrow else 4))
+    expected = case.experts * (1 - (1 - case.top_k / case.experts) ** case.tokens)
+    reached = {"one": case.top_k, "none": 0}.get(case.routing, expected)
+    one = 3 * case.intermediate * case.hidden
+    elements = 2 * x + pre + reached * one if op == "moe_fwd" else 3 * x + pre + (reached + case.experts) * one
     return case.dtype.itemsize * elements + routing
 
 

@@ -18,11 +18,12 @@ _COPIES = 2**28  # bytes of matrices copied at once
 
 
 def way(*tensors: Tensor) -> str:
-    """How these are best multiplied."""
-    first = tensors[0]
-    if not first.is_cuda:
+    """How these are best multiplied: rows (rows, columns), and rows or matrices (groups, rows, columns)."""
+    here = facts(tensors[0].device)
+    if here.kind != "cuda":
         return "loop"
-    suits = first.dtype == torch.bfloat16 and facts(first.device).arch == 90
+    eights = all(n % 8 == 0 for t in tensors for n in t.shape[1:])  # or rows of the result would lie apart
+    suits = here.arch == 90 and tensors[0].dtype == torch.bfloat16 and eights
     return "grouped_mm" if suits and aligned(*(_rows_contiguous(t) for t in tensors)) else "blocks"
 
 
