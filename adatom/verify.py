@@ -260,15 +260,16 @@ def run(
 ) -> list[Result]:
     """Judge rows on cases, each row on each case it is fit for.
 
-    cases: default, those for the device; if given, of the one op that the rows are of. rows: default, the registry's
-    for `op`: an op, one of its passes, or None for everything; a row's target may also be a launcher itself. jobs:
-    processes over which the cases, and the compiling, are spread. done: called with the results of each case.
+    cases: default, those for the device. rows: default, the registry's for `op`: an op, one of its passes, or None for
+    everything; a row's target may also be a launcher itself. jobs: processes over which the cases, and the compiling,
+    are spread. done: called with the results of each case.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = rows_of(op) if rows is None else tuple(rows)
-    return judge_all(
-        tasks_of(chosen, where) if cases is None else [(case, chosen) for case in cases], where, jobs, done
-    )
+    if cases is None:
+        return judge_all(tasks_of(chosen, where), where, jobs, done)
+    tasks = [(case, tuple(row for row in chosen if registry.op_of(row.op) == case.op)) for case in cases]
+    return judge_all(tasks, where, jobs, done)
 
 
 def judge_all(
