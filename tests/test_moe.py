@@ -106,17 +106,22 @@ def test_empty():
     assert not adatom.moe_routed(x, weights[:, :0], indices[:, :0], gate_up, down).any()
 
 
-def test_dropped_pairs_touch_nothing():
-    """Not even where the values of a token whose pairs are all dropped are not numbers."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropped_pairs_touch_nothing(recompute):
+    """Not even where weights of dropped pairs, or values of a token that has no others, are not numbers."""
     x, weights, indices, gate_up, down = tensors()
     indices[2] = -1
+    indices[4, 1] = 4
+    wanted = (x, weights, gate_up, down)
     with torch.no_grad():
-        x[2] = torch.nan
+        x[2] = weights[2] = weights[4, 1] = torch.nan
     for backend in ("torch", "reference"):
-        out = adatom.moe_routed(x, weights, indices, gate_up, down, backend=backend)
-        assert not out[2].any()
-        grads = torch.autograd.grad(out.sum(), (x, weights, gate_up, down))
+        out = adatom.moe_routed(x, weights, indices, gate_up, down, backend=backend, recompute=recompute)
+        assert out.isfinite().all() and not out[2].any()
+        grads = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
         assert all(g.isfinite().all() for g in grads) and not grads[0][2].any() and not grads[1][2].any()
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), wanted)
+        assert all(g.isfinite().all() for g in second)
 
 
 @pytest.mark.parametrize("activation", [a for a in EAGER if a != "relu"])
@@ -326,6 +331,18 @@ def test_cpu_rows_are_right(case):
     results = verify.examine_case(case, rows("moe_fwd") + rows("moe_bwd"), torch.device("cpu"))
     assert {r.backend for r in results} >= {"torch", "reference"}
     assert all(r.ok for r in results), [r for r in results if not r.ok]
+
+
+@pytest.mark.parametrize("how", ["blocks", "grouped_mm"])
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
+def test_the_ways_of_a_gpu_are_right(case, how, monkeypatch):
+    """The whole row, on a CPU: blocks, and for what it takes PyTorch's grouped product."""
+    if how == "grouped_mm" and (case.dtype != torch.bfloat16 or case.hidden % 8 or case.intermediate % 8):
+        how = "blocks"
+    monkeypatch.setattr("adatom.ops.moe.torch_grouped.way", lambda *tensors: how)
+    mine = [row for row in rows("moe_fwd") + rows("moe_bwd") if row.backend == "torch"]
+    results = verify.examine_case(case, mine, torch.device("cpu"))
+    assert len(results) == 2 and all(r.ok for r in results), results
 
 
 def _one_pair_less(x, o, keep):

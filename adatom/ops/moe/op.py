@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from adatom.ops.linear.reference import gradient, gradient_gradient, value
-from adatom.ops.moe.problem import Inputs, Options, inverse_of, problem
+from adatom.ops.moe.problem import Inputs, Options, inverse_of, present, problem
 from adatom.ops.moe.torch_grouped import grouped, outer
 from adatom.registry import choose, load
 
@@ -135,7 +135,7 @@ def _backward_of_backward(ctx: Any, cx: Any, cweights: Any, cgate_up: Any, cdown
     def product(t: Tensor, matrices: Tensor) -> Tensor:
         return moe_grouped(t.to(dtype), matrices, offsets)
 
-    X, D, w = rows(x), rows(dout), column(weights)
+    X, D, w = rows(x), rows(dout), column(torch.where(present(indices, w_down.shape[0]), weights, 0))
     h, v = product(X, w_gate_up).to(wide), product(D, w_down.mT).to(wide)
     a, zero = value(h, gate), torch.zeros_like(h)
     C = None if cx is None else rows(cx)

@@ -94,6 +94,11 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
     )
 
 
+def present(indices: Tensor, experts: int) -> Tensor:
+    """Whether each index names an expert; bool, like indices."""
+    return (indices >= 0) & (indices < experts)
+
+
 def plan(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(order, offsets), int32, without host synchronisation and without atomics.
 
@@ -101,7 +106,7 @@ def plan(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     offsets (experts + 1,): expert e has order[offsets[e] : offsets[e + 1]]; dropped ones are order[offsets[experts] :].
     """
     flat = indices.reshape(-1)
-    keys = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    keys = torch.where(present(flat, experts), flat, experts)
     keys, order = torch.sort(keys, stable=True)
     bounds = torch.arange(experts + 1, device=indices.device, dtype=keys.dtype)
     return order.int(), torch.searchsorted(keys, bounds, out_int32=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from adatom.ops.linear.torch_linear import _VALUES, gradient
-from adatom.ops.moe.problem import Inputs, Options, Tensor, inverse_of, plan
+from adatom.ops.moe.problem import Inputs, Options, Tensor, inverse_of, plan, present
 from adatom.ops.moe.torch_grouped import grouped, outer
 
 
@@ -18,7 +18,8 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, T
     order, offsets = plan(x.indices, x.experts)
     h = grouped(_gathered(x.x, order, x.top_k), x.w_gate_up, offsets)
     y = grouped(_gated(h, o), x.w_down, offsets)
-    return _combined(y, order, x, x.weights), h if keep else None, order, offsets
+    weights = torch.where(present(x.indices, x.experts), x.weights, 0)
+    return _combined(y, order, x, weights), h if keep else None, order, offsets
 
 
 def backward(
