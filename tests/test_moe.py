@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import adatom
 from adatom import verify
 from adatom.bench import rivals, rivals_moe
 from adatom.device import Device, pretend
 from adatom.nn import MoE
-from adatom.ops.moe import cases, reference
+from adatom.ops.moe import cases, reference, torch_moe
 from adatom.ops.moe.api import inputs_of
-from adatom.ops.moe.problem import inverse_of, plan, problem
+from adatom.ops.moe.problem import Inputs, Options, inverse_of, plan, problem
 from adatom.ops.moe.torch_grouped import grouped, outer, way
 from adatom.ops.moe.trial import Trial
 from adatom.registry import Row, choose, rows
@@ -343,6 +344,26 @@ def test_the_ways_of_a_gpu_are_right(case, how, monkeypatch):
     mine = [row for row in rows("moe_fwd") + rows("moe_bwd") if row.backend == "torch"]
     results = verify.examine_case(case, mine, torch.device("cpu"))
     assert len(results) == 2 and all(r.ok for r in results), results
+
+
+@pytest.mark.parametrize("how", ["grouped_mm", "blocks"])
+def test_the_host_never_waits(how, monkeypatch):
+    """On tensors without values: whatever asks for a number of theirs raises."""
+    monkeypatch.setattr("adatom.ops.moe.torch_grouped.way", lambda *tensors: how)
+    with FakeTensorMode():
+        x, weights, _, gate_up, down = (t.detach() for t in tensors(64, 32, 16, 8, 2, dtype=torch.bfloat16))
+        logits = torch.randn(64, 8)
+        options = {"scoring": "sigmoid", "groups": (4, 2), "selection_bias": logits[0], "capacity": 20}
+        routed = adatom.moe_route(logits, 2, **options)
+        adatom.load_balancing_loss(logits, routed[1], mask=logits[:, 0] > 0)
+        inputs, o = Inputs(x, *routed, gate_up, down), Options("silu")
+        out, pre, order, offsets = torch_moe.forward(inputs, o, True)
+        assert out.shape == x.shape and pre.shape == (128, 32) and pre.is_contiguous()
+        for kept in (pre, None):
+            grads = torch_moe.backward(inputs, o, kept, order, offsets, torch.ones_like(x), (True,) * 4)
+            assert [g.shape for g in grads] == [t.shape for t in (x, weights, gate_up, down)]
+        with pytest.raises(DataDependentOutputException):
+            offsets.tolist()
 
 
 def _one_pair_less(x, o, keep):
