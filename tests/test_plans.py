@@ -11,14 +11,16 @@ import pytest
 import torch
 
 import adatom
+from adatom import signature
 from adatom.ops.attention import api, op
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import torch, adatom
+from adatom import signature
 from adatom.ops.attention import api, op, triton_call
 
-op._ANY_DEVICE = True  # CPU tensors may take the short way too
+signature.ANY_DEVICE = True  # CPU tensors may take the short way too
 torch.set_num_threads(1)
 built = []
 call = triton_call.Call.__init__
@@ -79,7 +81,7 @@ def test_repeated_calls_are_remembered_and_right():
 @pytest.fixture
 def short(monkeypatch):
     """CPU tensors may take the short way; nothing is remembered from before."""
-    monkeypatch.setattr(op, "_ANY_DEVICE", True)
+    monkeypatch.setattr(signature, "ANY_DEVICE", True)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(api, "_plans", {})
 
@@ -88,12 +90,12 @@ def test_what_differs_has_a_signature_of_its_own(short):
     q = torch.randn(2, 3, 8, 16)
     odd = torch.empty(2 * 3 * 8 * 16 + 1)[1:].view(2, 3, 8, 16)  # not aligned to 16 bytes
     others = [q[:1], q.double(), q.transpose(1, 2), q[:, :, ::2], odd, q.transpose(1, 2).contiguous().transpose(1, 2)]
-    keys = {op.signature((x,)) for x in (q, *others)}
-    assert len(keys) == 7 and op.signature((torch.randn(2, 3, 8, 16),)) in keys
+    keys = {signature.signature((x,)) for x in (q, *others)}
+    assert len(keys) == 7 and signature.signature((torch.randn(2, 3, 8, 16),)) in keys
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(not before)
     try:
-        assert op.signature((q,)) not in keys
+        assert signature.signature((q,)) not in keys
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -151,8 +153,8 @@ def test_traces_and_tensors_without_storage_go_the_long_way(short):
         assert torch.allclose(traced(other), adatom.attention(other, other, other), atol=1e-6)
     leaked = []
     torch.func.grad(lambda x: (leaked.append(x), x.sum())[1])(q)
-    assert op.signature((leaked[0],)) is None
-    assert op.signature((torch._efficientzerotensor((1, 2, 8, 16)),)) is None
+    assert signature.signature((leaked[0],)) is None
+    assert signature.signature((torch._efficientzerotensor((1, 2, 8, 16)),)) is None
 
 
 def test_a_remembered_call_still_refuses_what_is_wrong(short):

@@ -271,7 +271,10 @@ def test_explain_prints_every_row_and_computes_nothing():
         text = str(adatom.explain("attention", q, q, q, causal=True, backend="torch_chunked"))
     assert text.count("-> torch_chunked  runs") == len(PASSES)
     refusals = text.count("takes float16 and bfloat16") + text.count("at most 128 queries and 128 keys")
-    assert text.count("backend='torch_chunked' was asked for") == sum(row.op in PASSES for row in ROWS) - len(PASSES) - refusals
+    assert (
+        text.count("backend='torch_chunked' was asked for")
+        == sum(row.op in PASSES for row in ROWS) - len(PASSES) - refusals
+    )
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)
 

@@ -440,7 +440,7 @@ def unproven(problem: Problem, group: str, backend: str | None = None) -> str | 
     included.
     """
     case, given = problem.case, problem.given
-    device, order = given["q"].device, passes(group, case)
+    device, order = problem.plain[0].device, passes(group, case)
     try:
         rows = chosen(case, given, order, backend)
         for name, row in rows.items():

@@ -17,9 +17,9 @@ from adatom.ops.attention.op import (
     attention_fwd,
     on_device,
     ready,
-    signature,
 )
 from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
+from adatom.signature import signature
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -16,6 +16,7 @@ from torch.autograd import Function, forward_ad
 
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
+from adatom.signature import signature
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens, "
@@ -54,32 +55,7 @@ _N_OPTIONS = len(Options._fields)
 _N_CALL = _N_INPUTS + _N_OPTIONS + 1  # the tensors, the options, the backend
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_ANY_DEVICE = False  # for tests
 _ready: dict[Any, tuple[Any, dict[str, Any]]] = {}  # signature of a call -> its launcher, and the launcher's memo
-
-
-def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that a choice of kernel and its launch depend on, hashable; None unless all tensors are plain, on a GPU."""
-    key: list[Any] = [torch.are_deterministic_algorithms_enabled()]
-    for x in args:
-        if x is None:
-            key.append(None)
-        elif type(x) in _PLAIN:
-            if not (x.is_cuda or _ANY_DEVICE) or x.is_neg():
-                return None
-            try:
-                address = x.data_ptr()
-            except RuntimeError:  # a dead wrapper of functorch
-                return None
-            if not address and x.numel():  # zeros without storage
-                return None
-            key.append((x.shape, x.stride(), x.dtype, x.get_device(), address % 16))
-        elif isinstance(x, torch.Tensor):
-            return None
-        else:
-            key.append(x)
-    return tuple(key)
 
 
 def ready(key: Any, op: str, x: Inputs, o: Options, backend: str | None, bias_grad: bool) -> tuple[Any, dict[str, Any]]:

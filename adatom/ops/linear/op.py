@@ -14,6 +14,7 @@ import torch
 from adatom.ops.linear.problem import Inputs, Options, problem, rows_of, suits_tma
 from adatom.ops.linear.reference import gradient, gradient_gradient
 from adatom.registry import choose, load
+from adatom.signature import PLAIN
 
 Tensor = torch.Tensor
 _CALL = "Tensor x, Tensor weight, Tensor? up, Tensor? bias, str activation, bool gated, str precision, str? backend"
@@ -261,7 +262,6 @@ class TransformedBackward(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, Linear).apply  # without binding arguments for functorch
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def linear(*args: Any) -> Tensor:
@@ -275,7 +275,7 @@ def linear(*args: Any) -> Tensor:
         or torch._C._get_tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or not (x.is_cuda or x.is_cpu)
-        or any(t is not None and type(t) not in _PLAIN for t in args[:4])
+        or any(t is not None and type(t) not in PLAIN for t in args[:4])
     ):
         return linear_fwd(*args)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):

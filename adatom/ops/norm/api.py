@@ -8,10 +8,10 @@ import torch
 from torch.autograd import forward_ad
 
 from adatom.check import require
-from adatom.ops.attention.op import signature
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
+from adatom.signature import signature
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
