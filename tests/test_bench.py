@@ -35,6 +35,9 @@ EVERY_OPTION = Case(
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = {"plain": (TINY, TINY._replace(name="second tiny")), "bias": (BIASED,), "second": (BIASED,)}
     monkeypatch.setattr(cases, "BENCH_CPU", groups)
+    for op in registry.PASSES:
+        if op != "attention":
+            monkeypatch.setattr(registry.part(op, "cases"), "BENCH_CPU", {})
 
 
 @pytest.fixture

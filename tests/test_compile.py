@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from adatom import compile as compiling
 from adatom.cli import app
 from adatom.ops.attention.trial import COMPILE, COMPILE_TILE, QUICK_CASES, QUICK_TILES
+from adatom.registry import PASSES
 
 ROOT = Path(__file__).parents[1]
 TOYS = """
@@ -107,8 +108,23 @@ def kernels():
     return json.loads(run("-c", "from adatom.cli import app; app()", "compile", *words))["kernels"]
 
 
-def test_every_row_is_compiled(kernels):
-    targets = {(r.op, r.backend): r.target for r in compiling.kernel_rows()}  # rows may share one
+REACHED = """
+import json
+from adatom import compile as compiling, registry
+specs = compiling.collect([90], compiling.selection(True))
+targets = {(r.op, r.backend): r.target for r in compiling.kernel_rows()}
+print(json.dumps(sorted({targets[s.op, s.backend] for s in specs})))
+"""
+
+
+def test_a_quick_selection_reaches_every_kernel():
+    reached = json.loads(run("-c", REACHED).splitlines()[-1])
+    assert set(reached) == {row.target for row in compiling.kernel_rows()}
+
+
+def test_every_row_of_attention_is_compiled(kernels):
+    mine = [r for r in compiling.kernel_rows() if r.op in PASSES["attention"]]
+    targets = {(r.op, r.backend): r.target for r in mine}  # rows may share one
     for arch in ("sm_80", "sm_90"):
         wanted = {t for (_, backend), t in targets.items() if arch == "sm_90" or "hopper" not in backend}
         assert {targets[r["op"], r["backend"]] for r in kernels if r["arch"] == arch} == wanted
