@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from adatom import device, registry
+from adatom import device, evidence, registry
 from adatom.device import Device
 from adatom.tiles.launch import observed
 
@@ -136,7 +136,7 @@ def _name(kernel: Any) -> str:
 
 def kernel_rows() -> list[registry.Row]:
     """The rows whose launcher is in a kernel file."""
-    return [row for row in registry.ROWS if row.target.split(".")[-1].startswith(("triton_", "hopper_"))]
+    return [row for row in registry.ROWS if evidence.on_gpu(row.target)]
 
 
 class Collector:

@@ -29,6 +29,7 @@ class Proof(NamedTuple):
     worst: float
     case: str
     output: str
+    commit: str = ""  # of the code, where it is not the record's
 
 
 def _canonical(node: Any) -> Any:
@@ -95,7 +96,8 @@ def beside(path: Path, machine: dict[str, Any], ops: set[str]) -> list[Proof]:
     if not path.exists():
         return []
     record = json.loads(path.read_text())
-    kept = [Proof(**row) for row in record["rows"] if row["op"] not in ops]
+    of = {"commit": record["commit"] or ""}
+    kept = [Proof(**(of | row)) for row in record["rows"] if row["op"] not in ops]
     for what in ("gpu", "versions"):
         if kept and record[what] != machine[what]:
             raise ValueError(f"{path} is of {what} {record[what]}, this is {machine[what]}; name another file")
@@ -105,7 +107,8 @@ def beside(path: Path, machine: dict[str, Any], ops: set[str]) -> list[Proof]:
 def write(path: Path, machine: dict[str, Any], proofs: list[Proof]) -> None:
     """Write one machine's record: `machine` (names, versions, commit, date, verdict) and a line for each proof."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {**machine, "rows": [proof._asdict() for proof in proofs]}
+    rows = [{n: value for n, value in proof._asdict().items() if n != "commit" or value} for proof in proofs]
+    record = {**machine, "rows": rows}
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -178,7 +178,8 @@ def _and(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
 class RMSNorm(nn.RMSNorm):
     """`adatom.rms_norm` with a learned weight; over the last dimension only.
 
-    The state_dict is nn.RMSNorm's. eps: None is what nn.RMSNorm takes it for, the epsilon of x's dtype.
+    The state_dict is nn.RMSNorm's. eps: None is the epsilon of float32, as in PyTorch 2.13 (of float64 for
+    float64).
     """
 
     def __init__(
@@ -191,7 +192,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y of x's shape (..., dim); with a residual, (y, x + residual)."""
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        eps = torch.finfo(wide).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps=eps, residual=residual, backend=self.backend)
 
 
@@ -241,8 +243,7 @@ class MoE(nn.Module):
         super().__init__()
 
         def parameter(*shape: int) -> nn.Parameter:
-            bound = shape[-1] ** -0.5 if shape[-1] else 0.0  # as nn.Linear's
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound))
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.top_k, self.router_dtype = top_k, router_dtype
         self.routing: dict[str, Any] = {
@@ -255,12 +256,24 @@ class MoE(nn.Module):
         self.shared_down = parameter(dim, shared) if shared else None
         bias = torch.zeros(experts, device=device, dtype=torch.float32) if selection_bias else None
         self.register_buffer("selection_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as nn.Linear does its own; no selection bias."""
+        for weight in self.parameters():
+            bound = weight.shape[-1] ** -0.5 if weight.shape[-1] else 0.0
+            nn.init.uniform_(weight, -bound, bound)
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
 
     def forward(self, x: torch.Tensor, return_routing: bool = False) -> Any:
         """(..., dim). With return_routing, (that, router_logits (..., experts), indices (..., top_k)), as
         `adatom.load_balancing_loss` takes them: indices are those before pairs are dropped for capacity."""
-        wide = x.dtype if self.router_dtype is None else self.router_dtype
-        logits = nn.functional.linear(x.to(wide), self.router.to(wide))
+        if self.router_dtype is None:
+            logits = nn.functional.linear(x, self.router)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                logits = nn.functional.linear(x.to(self.router_dtype), self.router.to(self.router_dtype))
         weights, indices = moe_route(logits, self.top_k, selection_bias=self.selection_bias, **self.routing)
         chosen = indices
         if self.capacity is not None:
@@ -271,7 +284,9 @@ class MoE(nn.Module):
             activation=self.activation, recompute=self.recompute, backend=self.backend,
         )  # fmt: skip
         if self.shared_gate_up is not None and self.shared_down is not None:
-            out = out + mlp(x, self.shared_gate_up, None, self.shared_down, activation=self.activation)
+            out = out + mlp(
+                x, self.shared_gate_up, None, self.shared_down, activation=self.activation, recompute=self.recompute
+            )  # fmt: skip
         return (out, logits, chosen) if return_routing else out
 
     def extra_repr(self) -> str:

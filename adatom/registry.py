@@ -106,6 +106,10 @@ PASSES: dict[str, tuple[str, ...]] = {
 }
 
 
+# public functions that have not their op's name
+PUBLIC = {"swiglu": "gated", "geglu": "gated", "rms_norm": "norm", "layer_norm": "norm"}
+
+
 def op_of(op: str) -> str:
     """The op that a pass belongs to, or the op itself. Raises ValueError for neither."""
     for name, passes in PASSES.items():
@@ -169,7 +173,7 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
         if reason is None:
             if backend is None and row.backend == "reference" and problem.device.kind == "cuda":
                 warnings.warn(
-                    f"adatom: {op} runs the quadratic reference on the GPU: {'; '.join(reasons)}", stacklevel=2
+                    f"adatom: {op} runs the reference, which is slow, on the GPU: {'; '.join(reasons)}", stacklevel=2
                 )
             log.info("%s: %s for %s", op, row.backend, problem)
             return row
@@ -200,21 +204,23 @@ class Explanation(list[Verdict]):
             for v in self:
                 if v.op == op:
                     mark = "->" if v.chosen else "  "
-                    lines.append(f"  {mark} {v.backend:<14} {'runs' if v.chosen else v.unfit or 'could run'}")
+                    lines.append(f"  {mark} {v.backend:<18} {'runs' if v.chosen else v.unfit or 'could run'}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which kernel would run for `adatom.<op>(*args, **kwargs)`, pass by pass, and why each faster one would not.
+    """Which kernel would run for a call of `op` with these arguments, pass by pass, and why each faster one would not.
 
-    Nothing is computed. Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, and
-    whatever the call itself would raise for bad arguments.
+    op: "attention", "linear", "swiglu", "geglu", "rms_norm", "layer_norm" or "moe". No kernel runs (`moe` routes).
+    Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, and whatever the call
+    itself would raise for bad arguments.
 
     >>> print(adatom.explain("attention", q, k, v, causal=True))
     """
+    op = PUBLIC.get(op, op)
     if op not in PASSES:
-        raise ValueError(f"adatom: no op {op!r}; there are: {', '.join(PASSES)}")
+        raise ValueError(f"adatom: no op {op!r}; there are: {', '.join((*PASSES, *PUBLIC))}")
     problem, backend = part(op, "api").problem_of(*args, **kwargs)
     return Explanation(v for p in PASSES[op] for v in verdicts(p, problem, backend))

@@ -162,7 +162,7 @@ def _forward(row: Row, trial: Any) -> tuple[Tensor, ...]:
     if row.op == forward_pass:
         return ()
     for forward in registry.rows(forward_pass):
-        if row.backend.startswith(forward.backend) and forward.unfit(trial.problem) is None:
+        if registry.serves(forward.backend, row.backend) and forward.unfit(trial.problem) is None:
             if forward.backend not in trial.forwards:
                 trial.forwards[forward.backend] = _launcher(forward)(*trial.arguments(forward_pass))
             return trial.forwards[forward.backend]
@@ -220,7 +220,7 @@ def tasks_of(rows: Sequence[Row], device: torch.device, quick: bool = False) -> 
 
 def examine_case(case: Any, rows: Sequence[Row], device: torch.device) -> list[Result]:
     """Every row that is fit for the case, judged on it."""
-    if case.huge and torch.cuda.mem_get_info(device)[0] < 60 * 2**30:
+    if case.huge and (device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 60 * 2**30):
         return []
     trial = registry.part(case.op, "trial").Trial(case, device)
     posed = trial.problem
@@ -438,6 +438,10 @@ def own_case(op: str, shape: str | None, dtype: str, options: dict[str, Any]) ->
     if shape is not None and not all(part.strip().isdigit() for part in shape.split(",")):
         raise ValueError(f"--shape takes integers separated by commas, not {shape!r}")
     numbers = None if shape is None else [int(part) for part in shape.split(",")]
+    known = registry.part(op, "trial").OWN
+    for name in options.keys() - set(known):
+        has = ", ".join(f"--{other.replace('_', '-')}" for other in ("shape", "dtype", *known))
+        raise ValueError(f"{op} has no --{name.replace('_', '-')}; it has: {has}")
     return registry.part(op, "trial").own(numbers, DTYPES[dtype], **options)
 
 
@@ -451,7 +455,8 @@ def command(
         Path | None, typer.Option(help="Write the evidence: evidence/<gpu>.json; of one op, beside what it holds.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Your own case; of attention, B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv.")
+        str | None,
+        typer.Option(help="Your own case; of attention (default) B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="f16, bf16, f32 or f64.")] = None,
     precision: Annotated[str | None, typer.Option(help="Of float32 products: tf32x3, tf32 or ieee.")] = None,
@@ -473,7 +478,10 @@ def command(
     does not pass. On a CPU, Triton's kernels are judged too under TRITON_INTERPRET=1.
     """
     console = Console()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise typer.BadParameter(str(error).splitlines()[0], param_hint="--device") from None
     if where.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch sees no CUDA device", param_hint="--device")
     given = {"precision": precision, "bias": bias, "causal": causal, "window": window, "softcap": softcap}

@@ -296,7 +296,7 @@ def test_a_kernel_that_differs_at_full_size_shows_no_speed(monkeypatch: pytest.M
 
 def test_host_time_is_given_beside_that_of_sdpa(cheap: None) -> None:
     problem, entries = run.host(CPU)
-    assert problem == "(1, 1, 8, 8) float32"
+    assert problem == "attention (1, 1, 8, 8) float32"
     assert [e["contender"] for e in entries] == ["adatom", "sdpa"]
     assert all(e["without_grad"] > 0 and e["with_grad"] > 0 for e in entries)
 
@@ -348,6 +348,17 @@ def test_a_record_keeps_the_groups_that_do_not_run_again(tmp_path: Path, small_c
     assert record.read_text() == before
 
 
+def test_a_record_keeps_what_a_run_did_not_measure() -> None:
+    entry = {"group": "plain", "case": "tiny", "contender": "adatom", "pass": "forward", "ms": 1.0}
+    about = {"device": "x", "kind": "cpu", "versions": {"torch": "2", "rival": None}, "commit": "old"}
+    old = {**about, "host": [{"contender": "adatom"}], "host_case": "attention", "slowed": {"plain": "hot"}}
+    new = {**about, "versions": {"torch": "2"}, "commit": "new", "host": [], "host_case": ""}
+    both = run.merged({**old, "entries": [entry]}, {**new, "entries": [{**entry, "group": "bias"}]})
+    assert both["host"] == old["host"] and both["host_case"] == "attention, commit old"
+    assert both["slowed"] == {"plain": "hot"} and len(both["entries"]) == 2
+    assert "slowed" not in run.merged({**old, "entries": [entry]}, {**new, "entries": [entry]})
+
+
 def test_no_case_starts_after_the_budget(tmp_path: Path, small_cases: None, cheap: None) -> None:
     record = tmp_path / "r.json"
     result = invoke("--budget", "0", "--record", str(record))
@@ -373,7 +384,7 @@ def test_a_backend_that_cannot_run_fails_in_words(small_cases: None, cheap: None
         (("--rivals", "nonsense"), "no rival nonsense"),
         (("--backend", "nonsense"), "no backend 'nonsense'"),
         (("--device", "tpu"), "tpu"),
-        (("nonsense",), "no operation 'nonsense'"),
+        (("nonsense",), "no op 'nonsense'"),
         (("--plot", "plot.pdf"), ".svg or .png"),
     ],
 )

@@ -278,3 +278,47 @@ def test_weight_grad_compiled():
     torch.compile(step, fullgraph=True, backend="aot_eager")(x, w, buffers[1]).sum().backward()
     assert w.grad is None and buffers[0].abs().sum() > 0
     torch.testing.assert_close(*buffers)
+
+
+# What callers do to a layer
+
+
+def test_forward_mode_carries_tangents():
+    x, w, b = torch.randn(4, 8, dtype=F64), torch.randn(6, 8, dtype=F64), torch.randn(6, dtype=F64)
+    for ours, plain in (
+        (lambda v: adatom.linear(v, w, b, activation="gelu"), lambda v: F.gelu(F.linear(v, w, b))),
+        (lambda v: adatom.swiglu(v, w, w), lambda v: F.silu(F.linear(v, w)) * F.linear(v, w)),
+    ):
+        got, want = (torch.func.jvp(f, (x,), (torch.ones_like(x),)) for f in (ours, plain))
+        torch.testing.assert_close(got, want)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent, want[1])
+
+
+def test_results_may_be_changed_in_place():
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.nn.Sequential(adatom.nn.Linear(8, 6), torch.nn.ReLU(inplace=True))(x).sum().backward()
+    assert x.grad is not None
+    adatom.nn.GatedMLP(8, 6)(x).add_(1.0).sum().backward()
+
+
+def test_negated_views_and_batches_of_gradients_take_the_operator(monkeypatch):
+    taken = []
+    monkeypatch.setattr("adatom.ops.linear.op._fwd", lambda *args: taken.append(args))
+    negated = torch.complex(torch.randn(4, 8), torch.randn(4, 8)).conj().imag
+    w = torch.randn(6, 8)
+    torch.testing.assert_close(adatom.linear(negated, w), negated @ w.T)
+    assert negated.is_neg() and not taken
+    monkeypatch.undo()
+    x, vectorized = torch.randn(4, 8), torch.autograd.functional.jacobian
+    jacobians = [vectorized(lambda v: adatom.linear(v, w, activation="silu"), x, vectorize=v) for v in (True, False)]
+    torch.testing.assert_close(*jacobians)
+
+
+def test_a_backward_inside_autocast():
+    x, w, u = (torch.randn(n, 8, requires_grad=True) for n in (4, 6, 6))
+    out = adatom.swiglu(x, w, u)
+    with torch.autocast("cpu"):
+        out.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32

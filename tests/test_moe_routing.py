@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import adatom
+from adatom.nn import MoE
 from adatom.ops.moe.routing import expert_counts
 
 F64 = torch.float64
@@ -207,3 +208,28 @@ def test_bad_input_of_the_loss_is_answered():
         adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="a bool mask"):
         adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), mask=torch.ones(3))
+
+
+def test_forward_mode_is_refused():
+    x, logits, up, down = torch.randn(4, 8), torch.randn(4, 3), torch.randn(3, 10, 8), torch.randn(3, 8, 5)
+    with pytest.raises(NotImplementedError, match="no forward mode"):
+        torch.func.jvp(lambda v: adatom.moe(v, logits, up, down, top_k=2), (x,), (x,))
+
+
+def test_weights_of_tiny_scores_add_up_to_one():
+    logits, bias = torch.tensor([[60.0, 0, 0, 0]]), torch.tensor([-10.0, 0, 0, 0])
+    weights, _ = adatom.moe_route(logits, 2, selection_bias=bias)
+    assert weights.tolist() == [[0.5, 0.5]]
+
+
+def test_second_derivatives_of_no_tokens():
+    x = torch.zeros(0, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(MoE(8, 5, 3, 2)(x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(dx.sum(), x)[0].shape == (0, 8)
+
+
+def test_the_routers_dtype_holds_under_autocast():
+    layer = MoE(8, 5, 3, 2, router_dtype=torch.float32, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(3, 8), return_routing=True)[1].dtype == torch.float32

@@ -372,3 +372,16 @@ def test_bench_groups_hold_the_shapes_to_beat():
 def test_the_page_names_every_file():
     page = (Path(__file__).parents[1] / "docs" / "norm.md").read_text()
     assert all(name in page for name in ("triton_fwd.py", "triton_bwd.py", "reference.py"))
+
+
+def test_the_callers_gradient_is_no_result():
+    x, b, dy = torch.randn(8, requires_grad=True), torch.zeros(8, requires_grad=True), torch.ones(8)
+    _, db = torch.autograd.grad(adatom.layer_norm(x, None, b), (x, b), dy)
+    db.zero_()
+    assert dy.sum() == 8
+
+
+def test_eps_of_none_is_that_of_float32():
+    x = torch.randn(5, 16, dtype=torch.bfloat16) * 0.02
+    ours, theirs = (kind(16, eps=None, dtype=torch.bfloat16) for kind in (modules.RMSNorm, torch.nn.RMSNorm))
+    torch.testing.assert_close(ours(x), theirs(x))

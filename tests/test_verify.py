@@ -250,6 +250,8 @@ def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):
     "arguments, words",
     [
         (["convolution"], "no op 'convolution'"),
+        (["linear", "--causal"], "linear has no --causal; it has: --shape, --dtype, --precision"),
+        (["norm", "--bias", "bhqk"], "norm has no --bias"),
         (["--backend", "cudnn"], "no backend 'cudnn'"),
         (["--shape", "1,2,3"], "4 or 7 integers"),
         (["--shape", "1,2,x,8"], "integers separated by commas"),

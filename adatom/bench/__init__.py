@@ -37,7 +37,8 @@ def command(
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Write all results to this JSON file; of one op or group, beside what it holds.")
+        Path | None,
+        typer.Option(help="Write all results to this JSON file, beside those of other cases in it."),
     ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
@@ -47,7 +48,9 @@ def command(
         bool, typer.Option("--tune", help="Search tile configurations; --group fwd or 'fwd half 64'.")
     ] = False,
     budget: Annotated[float, typer.Option(help="Start no new case after this many seconds.")] = 350.0,
-    from_file: Annotated[Path | None, typer.Option("--tables", help="Print the tables of a results file.")] = None,
+    from_file: Annotated[
+        Path | None, typer.Option("--tables", exists=True, help="Print the tables of a results file.")
+    ] = None,
 ) -> None:
     """Time adatom beside every installed rival: speed, share of the ceilings, memory, host time."""
     console = Console()
@@ -56,7 +59,7 @@ def command(
         return
     try:
         if op is not None and op not in PASSES:
-            raise ValueError(f"no operation {op!r}; there are: {', '.join(PASSES)}")
+            raise ValueError(f"no op {op!r}; there are: {', '.join(PASSES)}")
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type not in ("cuda", "cpu") or where.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"no device {where}; see `adatom doctor`")
@@ -64,8 +67,8 @@ def command(
         if backend not in (None, *known):
             raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}")
         chosen = select(rivals)
-        if tune and where.type != "cuda":
-            raise ValueError("--tune needs a GPU")
+        if tune and (where.type != "cuda" or op not in (None, "attention")):
+            raise ValueError("--tune needs a GPU, and knows the kernels of attention only")
         keys = tuning.keys(group or []) if tune else []
         work = {} if tune else run.groups(where, group or [], quick, op)
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
@@ -81,10 +84,12 @@ def command(
             console.print(f"[dim]{rival.name}: {why}[/]")
     began = time.monotonic()
     by_name = rivals not in ("all", "none")
-    old = json.loads(record.read_text()) if (group or op) and record is not None and record.exists() else None
+    old = json.loads(record.read_text()) if record is not None and record.exists() else None
 
     def save(result: dict[str, Any]) -> None:
-        _write(result if old is None else run.merged(old, result), record)
+        whole = result if old is None else run.merged(old, result)
+        if result["entries"] or old is None:
+            _write(whole, record)
 
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
         result = _bench(console, work, chosen, by_name, where, backend, quick, verify, budget, save)
@@ -121,7 +126,8 @@ def _bench(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         console.print(heading(record), style="dim", highlight=False)
-        record["host_case"], record["host"] = run.host(where, backend)
+        if any(case.op == "attention" for cases in work.values() for case in cases):
+            record["host_case"], record["host"] = run.host(where, backend)
         progress.advance(task)
         for group, cases in work.items():
             for case in cases:
@@ -158,7 +164,8 @@ def _bench(
                 console.print(f"[yellow]{group}: {why}: this GPU is throttled, and its times mean nothing[/]")
             for sheet in sheets(record, group) if any(e["group"] == group for e in record["entries"]) else []:
                 console.print(sheet.rich(), soft_wrap=False)
-    console.print(host_sheet(record).rich())
+    if record["host"]:
+        console.print(host_sheet(record).rich())
     if skipped:
         console.print(f"[yellow]not run, {budget:.0f} s were up (--budget): {escape(', '.join(skipped))}[/]")
     record["skipped"] = skipped

@@ -13,11 +13,8 @@ from rich.text import Text
 
 from adatom.bench.rivals_attention import THREE_ORDERS
 
-WHOLE_STEP = (
-    "bias",
-    "triangle",
-    *THREE_ORDERS,
-)  # groups where the whole step counts: time and memory of all passes together
+# groups where the whole step counts: time and memory of all passes together
+WHOLE_STEP = ("bias", "triangle", *THREE_ORDERS)
 Record = dict[str, Any]
 
 
@@ -96,6 +93,7 @@ def _by_pass(record: Record, group: str, name: str) -> Sheet:
         rows.append([case, *cells, *_standing(at)])
     shares = ["of ceiling", "beside best rival"] if "adatom" in contenders else []
     notes = _reasons([e for e in entries if "reason" in e], contenders, len(cases))
+    unit = "of memory traffic" if timed and all(e["bound"] == "bytes" for e in timed) else unit
     return Sheet(f"{group}: {name}, {unit}", ["case", *contenders, *shares], rows, notes)
 
 

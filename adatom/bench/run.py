@@ -326,10 +326,10 @@ def host(device: torch.device, backend: str | None = None) -> tuple[str, list[di
             try:
                 with torch.set_grad_enabled(grad):
                     times[kind] = host_microseconds(partial(call, *tensors), device)
-            except NotImplementedError:  # the backend that was asked for does not run here
+            except (NotImplementedError, ValueError):  # the backend that was asked for does not run here
                 times[kind] = None
         entries.append(times)
-    return f"{shape} {str(dtype).removeprefix('torch.')}", entries
+    return f"attention {shape} {str(dtype).removeprefix('torch.')}", entries
 
 
 def commit() -> str | None:
@@ -398,7 +398,16 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     known = _known(new["kind"])
     place = {name: i for i, name in enumerate((group, case.name) for group in known for case in known[group])}
     every = sorted(kept + new["entries"], key=lambda e: place.get((e["group"], e["case"]), len(place)))
-    return {**new, "entries": every}
+    kept_host = {} if new["host"] else {"host": old["host"], "host_case": _of_commit(old)}
+    slowed = {group: why for group, why in old.get("slowed", {}).items() if any(e["group"] == group for e in kept)}
+    slowed |= new.get("slowed", {})
+    return {**new, **kept_host, **({"slowed": slowed} if slowed else {}), "entries": every}
+
+
+def _of_commit(old: dict[str, Any]) -> str:
+    """What the host's times of a record are of, with its commit."""
+    case: str = old["host_case"]
+    return case if not case or "commit" in case else f"{case}, commit {old['commit']}"
 
 
 def _known(kind: str, ops: Sequence[str] = tuple(registry.PASSES)) -> dict[str, tuple[Any, ...]]:

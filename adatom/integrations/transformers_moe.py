@@ -28,7 +28,6 @@ _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUActivation": "gelu",
-    "GELU": "gelu",
     "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
     "ReLU": "relu",
@@ -53,8 +52,8 @@ def experts_forward(
     for what, unfit in (
         ("a gate", not m.has_gate),
         ("no biases", m.has_bias),
-        ("no norm behind the experts", m.has_post_expert_norm),
-        ("the gate's rows before the others", not m.is_concatenated),
+        ("no norm behind the experts", getattr(m, "has_post_expert_norm", False)),
+        ("the gate's rows before the others", not getattr(m, "is_concatenated", True)),
         ("the usual gate", type(m)._apply_gate.__module__ != ALL_EXPERTS_FUNCTIONS.__class__.__module__),
     ):
         require(not unfit, f"experts with {what}", NotImplementedError, module=name)

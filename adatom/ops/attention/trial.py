@@ -238,6 +238,18 @@ def _float64(values: Iterable[Any]) -> Iterator[Any]:
 # -- which cases stand for what ----------------------------------------------------------------------------------------
 
 
+OWN = (
+    "precision",
+    "bias",
+    "causal",
+    "window",
+    "softcap",
+    "sinks",
+    "kv_lens",
+    "varlen",
+)  # options of `own`
+
+
 def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     """The user's own case: shape (batch, heads, seqlen, head_dim) or (batch, heads, kv_heads, seqlen_q, seqlen_k,
     head_dim, head_dim_v), and options as fields of a Case; window as "LEFT,RIGHT". ValueError for what is no case."""

@@ -6,9 +6,10 @@ import inspect
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from adatom.check import require
-from adatom.ops.linear import op
+from adatom.ops.linear import op, reference
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -36,8 +37,8 @@ def linear(
         recompute: keep nothing for the backward but x and the weight: it multiplies again, and makes the gradient of
             what the activation was given in that product's epilogue.
         weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
-            float32, and weight.grad stays as it is (accumulation over micro-batches). Such a backward cannot be
-            differentiated.
+            float32, and weight.grad stays as it is (accumulation over micro-batches). Every backward
+            through the layer adds, also one that asks for other gradients only; it cannot be differentiated.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee".
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
 
@@ -77,6 +78,10 @@ def call(
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The operator on checked arguments, keeping what its backward needs if there may be one."""
+    if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
+        rows = Inputs(rows_of(x), weight, up, bias)
+        out = reference.value(reference.preactivation(rows), o).to(x.dtype)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
     given = (x, weight, up, bias)
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     return op.linear(*given, *o, backend, keep, into)

@@ -55,7 +55,9 @@ def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
     x, o, backend = _taken(args[:8])
     out, pre = _launch("fwd", x, o, backend, args[8])
     assert out is not None
-    return out.view(*args[0].shape[:-1], out.shape[-1]), _absent(out) if pre is None else pre
+    # no view to autograd, which would refuse to change a Function's view in place
+    out = torch.ops.aten._unsafe_view(out, (*args[0].shape[:-1], out.shape[-1]))
+    return out, _absent(out) if pre is None else pre
 
 
 def _bwd(*args: Any) -> tuple[Tensor, ...]:
@@ -229,9 +231,20 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # what comes out is to be differentiated again
+        if (
+            torch.is_grad_enabled() or dout is not None and not _has_memory(dout)
+        ):  # to be differentiated again, or a batch
             return _backward(ctx, dout)
         return _backward(ctx, dout, None, _bwd, _bwd_into)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether x is what it seems: not a negated view, nor one of many gradients in a batch (is_grads_batched)."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return not x.is_neg()
 
 
 class Transformed(torch.autograd.Function):
@@ -275,7 +288,7 @@ def linear(*args: Any) -> Tensor:
         or torch._C._get_tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or not (x.is_cuda or x.is_cpu)
-        or any(t is not None and type(t) not in PLAIN for t in args[:4])
+        or any(t is not None and (type(t) not in PLAIN or t.is_neg()) for t in args[:4])
     ):
         return linear_fwd(*args)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):

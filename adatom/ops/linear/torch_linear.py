@@ -67,7 +67,7 @@ def products(
     if needs[0]:
         dx = dz[:, :n] @ x.weight
         if x.up is not None:
-            dx.addmm_(dz[:, n:], x.up)
+            dx = dx + dz[:, n:] @ x.up
     if needs[1] and into is not None:
         _add_product(into, dz.mT, x.x)
     elif needs[1]:

@@ -159,6 +159,9 @@ class Trial:
 # -- which cases stand for what ----------------------------------------------------------------------------------------
 
 
+OWN = ("precision",)  # options of `own`
+
+
 def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     """The user's own case: shape (rows, in, out), options as fields of a Case. ValueError for what is no case."""
     numbers = shape or [64, 96, 80]

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from adatom.check import require
 from adatom.ops.linear.problem import ACTIVATIONS, rows_of
@@ -85,6 +86,10 @@ def moe_routed(
         NotImplementedError: no kernel, or not the one asked for, takes this problem; the message lists the reasons.
     """
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "adatom: moe has no forward mode; use reverse mode (torch.autograd.grad, torch.func.vjp)"
+        )
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return moe_fwd(*given, *o, backend, wants and not recompute)[0].view(shape)
 

@@ -130,7 +130,7 @@ def _backward_of_backward(ctx: Any, cx: Any, cweights: Any, cgate_up: Any, cdown
         return t.reshape(-1, 1).index_select(0, order).to(wide)
 
     def tokenwise(t: Tensor) -> Tensor:
-        return t.index_select(0, inverse).view(tokens, top_k, -1).to(wide).sum(1).to(dtype)
+        return t.index_select(0, inverse).view(tokens, top_k, t.shape[1]).to(wide).sum(1).to(dtype)
 
     def product(t: Tensor, matrices: Tensor) -> Tensor:
         return moe_grouped(t.to(dtype), matrices, offsets)

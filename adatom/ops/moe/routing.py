@@ -62,7 +62,9 @@ def moe_route(
         choice = _within_groups(choice, groups, top_k)
     indices = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(-1, indices)
-    if renormalize:
+    if renormalize and scoring == "softmax":  # not by their sum, which may be as small as nothing
+        weights = torch.softmax(router_logits.gather(-1, indices).to(scores.dtype), -1)
+    elif renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _NONE)
     if scale != 1.0:
         weights = weights * scale

@@ -140,6 +140,9 @@ class Trial:
 # -- which cases stand for what ----------------------------------------------------------------------------------------
 
 
+OWN = ()  # options of `own`
+
+
 def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     """The user's own case: shape (tokens, hidden, intermediate, experts, top_k), options as fields of a Case.
 

@@ -18,7 +18,7 @@ def torch(p: Problem) -> str | None:
 
 
 def triton(p: Problem) -> str | None:
-    """Triton kernels: CUDA from sm_80 up (or the interpreter), 16-bit and 32-bit floats, rows of up to 2^31 numbers."""
+    """Triton kernels: CUDA from sm_80 up (or the interpreter), 16-bit and 32-bit floats, rows below 2^30 numbers."""
     if p.device.kind == "cpu":
         return "needs a CUDA device (or TRITON_INTERPRET=1)"
     if p.device.kind == "cuda" and p.device.arch < 80:

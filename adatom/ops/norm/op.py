@@ -157,7 +157,9 @@ class Plan:
 
     def run(self, x: Any, *rest: Any) -> tuple[Tensor | None, ...]:
         """y, h, mean and rstd."""
-        return _on_device(self.forward, x, *rest, *self.options[:2])
+        y, h, *statistics = _on_device(self.forward, x, *rest, *self.options[:2])
+        assert y is not None
+        return y.contiguous(), None if h is None else h.contiguous(), *statistics
 
 
 class PlannedNorm(Function):

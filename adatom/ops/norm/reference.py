@@ -34,7 +34,7 @@ def _centre(u: Tensor, v: Tensor, centred: bool) -> Tensor:
 
 
 def _sum_rows(v: Tensor) -> Tensor:
-    return v.flatten(0, -2).sum(0) if v.dim() > 1 else v
+    return v.flatten(0, -2).sum(0) if v.dim() > 1 else v.clone()  # the caller's gradient must not become a result
 
 
 def normalised(h: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor | None]:

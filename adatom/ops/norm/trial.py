@@ -178,6 +178,9 @@ class _Sums:
 # -- which cases stand for what ----------------------------------------------------------------------------------------
 
 
+OWN = ()  # options of `own`
+
+
 def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     """The user's own case: shape (rows, length), options as fields of a Case. ValueError for what is no case."""
     numbers = shape or [64, 96]
