@@ -10,12 +10,12 @@ import torch
 from torch.autograd import forward_ad
 
 from adatom.check import require
+from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
     apply_planned,
     attention_compiled,
     attention_fwd,
-    on_device,
     ready,
 )
 from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
@@ -195,7 +195,8 @@ class _Plan:
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         """(out, lse)."""
-        return on_device(self.launch, Remembered.of((*tensors, None, None), self.memo), self.o)
+        x = Remembered.of((*tensors, None, None), self.memo)
+        return on_device(self.launch, x.q, x, self.o)
 
 
 _plans: dict[Any, _Plan] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
+from adatom.operators import on_device, vmap_rule
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
 from adatom.signature import signature
@@ -68,14 +69,6 @@ def ready(key: Any, op: str, x: Inputs, o: Options, backend: str | None, bias_gr
     return found
 
 
-def on_device(launch: Any, x: Inputs, *rest: Any) -> tuple[torch.Tensor | None, ...]:
-    """launch(x, *rest), with x's device the current one."""
-    if x.q.is_cuda and x.q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.q.device):
-            return launch(x, *rest)
-    return launch(x, *rest)
-
-
 def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch.Tensor | None, ...]:
     """Choose a row for the call that `args` begins with, and launch it with the rest of `args`."""
     x, o, backend = Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS : _N_CALL - 1]), args[_N_CALL - 1]
@@ -85,7 +78,7 @@ def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch
     else:
         launch, memo = ready((op, key), op, x, o, backend, bias_grad)
         x = Remembered.of(x, memo)
-    return on_device(launch, x, o, *args[_N_CALL:])
+    return on_device(launch, x.q, x, o, *args[_N_CALL:])
 
 
 def _rows_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -130,23 +123,6 @@ def _fake_bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
     return *_fake_bwd(*args), empty_out(args[0], args[2]), empty_lse(args[0])
 
 
-def _vmap_rule(name: str) -> Any:
-    """vmap of an operator: one call for each element, whatever is batched. A batch dimension is faster."""
-
-    def rule(
-        info: Any, in_dims: tuple[int | None, ...], *args: Any
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        op = getattr(torch.ops.adatom, name).default
-        calls = [
-            op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
-            for i in range(info.batch_size)
-        ]
-        results = tuple(torch.stack(r) for r in zip(*calls))
-        return results, (0,) * len(results)
-
-    return rule
-
-
 for _name, _impl, _fake in (
     ("attention_fwd", _fwd, _fake_fwd),
     ("attention_bwd", _bwd, _fake_bwd),
@@ -158,7 +134,7 @@ for _name, _impl, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _impl, _key)
     torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"adatom::{_name}", _vmap_rule(_name), lib=_library)
+    torch.library.register_vmap(f"adatom::{_name}", vmap_rule(_name), lib=_library)
 
 _ops = torch.ops.adatom
 attention_fwd = _ops.attention_fwd.default

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from adatom.operators import on_device, vmap_rule
 from adatom.ops.linear.problem import Inputs, Options, problem, rows_of, suits_tma
 from adatom.ops.linear.reference import gradient, gradient_gradient
 from adatom.registry import choose, load
@@ -40,10 +41,8 @@ def _taken(args: tuple[Any, ...]) -> tuple[Inputs, Options, str | None]:
 def _launch(which: str, x: Inputs, o: Options, backend: str | None, *rest: Any) -> tuple[Tensor | None, ...]:
     op = ("gated_" if o.gated else "linear_") + which
     launch = load(choose(op, problem(x, o, which == "bwd" and rest[0] is None), backend).target)
-    if x.x.is_cuda and x.x.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.x.device):
-            return launch(x, o, *rest)
-    return launch(x, o, *rest)
+    found: tuple[Tensor | None, ...] = on_device(launch, x.x, x, o, *rest)
+    return found
 
 
 def _absent(x: Tensor) -> Tensor:
@@ -102,21 +101,6 @@ def _fake_bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape) if args[10] else _absent(x), bias.new_empty(bias.shape) if args[11] else _absent(x)
 
 
-def _vmap_rule(name: str) -> Any:
-    """vmap of an operator: one call for each element, whatever is batched. Leading dimensions of x are faster."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        op = getattr(torch.ops.adatom, name).default
-        calls = [
-            op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
-            for i in range(info.batch_size)
-        ]
-        results = tuple(torch.stack(r) for r in zip(*calls))
-        return results, (0,) * len(results)
-
-    return rule
-
-
 for _name, _impl, _fake in (
     ("linear_fwd", _fwd, _fake_fwd),
     ("linear_bwd", _bwd, _fake_bwd),
@@ -126,7 +110,7 @@ for _name, _impl, _fake in (
         _library.impl(_name, _impl, _key)
     torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
 for _name in ("linear_fwd", "linear_bwd"):
-    torch.library.register_vmap(f"adatom::{_name}", _vmap_rule(_name), lib=_library)
+    torch.library.register_vmap(f"adatom::{_name}", vmap_rule(_name), lib=_library)
 
 linear_fwd = torch.ops.adatom.linear_fwd.default
 linear_bwd = torch.ops.adatom.linear_bwd.default

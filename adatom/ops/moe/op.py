@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from adatom.operators import on_device
 from adatom.ops.linear.reference import gradient, gradient_gradient, value
 from adatom.ops.moe.problem import Inputs, Options, inverse_of, present, problem
 from adatom.ops.moe.torch_grouped import grouped, outer
@@ -31,10 +32,7 @@ _library.define("moe_outer(Tensor a, Tensor b, Tensor offsets) -> Tensor")
 def _launch(which: str, x: Inputs, activation: str, backend: str | None, *rest: Any) -> Any:
     o = Options(activation)
     launch = load(choose(which, problem(x, o, which == "moe_bwd" and rest[0] is None), backend).target)
-    if x.x.is_cuda and x.x.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.x.device):
-            return launch(x, o, *rest)
-    return launch(x, o, *rest)
+    return on_device(launch, x.x, x, o, *rest)
 
 
 def _absent(x: Tensor) -> Tensor:

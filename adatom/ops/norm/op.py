@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
+from adatom.operators import on_device
 from adatom.ops.norm import reference
 from adatom.ops.norm.problem import Tensor, absent, problem, statistics_dtype, sum_dtype
 from adatom.registry import choose, load
@@ -26,17 +27,9 @@ _library.define(
 )
 
 
-def _on_device(launch: Any, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """launch(x, *args), with x's device the current one."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return launch(x, *args)
-    return launch(x, *args)
-
-
 def _launch(op: str, posed: Any, backend: str | None, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """What the row chosen for a problem returns, with placeholders for what there is not."""
-    found = _on_device(load(choose(op, posed, backend).target), x, *args)
+    found = on_device(load(choose(op, posed, backend).target), x, x, *args)
     return tuple(absent(x) if t is None else t.contiguous() for t in found)
 
 
@@ -157,7 +150,7 @@ class Plan:
 
     def run(self, x: Any, *rest: Any) -> tuple[Tensor | None, ...]:
         """y, h, mean and rstd."""
-        y, h, *statistics = _on_device(self.forward, x, *rest, *self.options[:2])
+        y, h, *statistics = on_device(self.forward, x, x, *rest, *self.options[:2])
         assert y is not None
         return y.contiguous(), None if h is None else h.contiguous(), *statistics
 
@@ -185,7 +178,7 @@ class PlannedNorm(Function):
                 grads: Any = norm_bwd(h, weight, bias, dy, dh, mean, rstd, eps, centred, backend, needs[3], needs[4])
             else:
                 wants = needs[3], needs[4]
-                grads = _on_device(ctx.plan.backward, h, weight, bias, mean, rstd, dy, dh, eps, centred, wants)
+                grads = on_device(ctx.plan.backward, h, h, weight, bias, mean, rstd, dy, dh, eps, centred, wants)
             dx, dweight, dbias = grads
         x_dtype, residual_dtype = ctx.dtypes
         return (
