@@ -164,7 +164,7 @@ def multiply(a_s, b_s, full, empty, n, k_tiles, turn, seen, C: gl.constexpr, PAR
     """The sum of k_tiles >= 1 products of uses n.. of the ring, for consumer C: [BLOCK_M, BLOCK_N], float32.
 
     a_s: boxes of this consumer at use * PARTS + C. One product is left under way while the next is issued. The barrier
-    `turn` is told when `seen` >= 1 of these uses have arrived.
+    `turn`, unless None, is told when `seen` >= 1 of these uses have arrived.
     """
     wait_full(full, n, STAGES)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, acc_layout(BLOCK_N))
@@ -173,7 +173,8 @@ def multiply(a_s, b_s, full, empty, n, k_tiles, turn, seen, C: gl.constexpr, PAR
     acc = warpgroup_mma_wait(1, deps=(acc,))
     for k in range(n + 1, n + seen):
         acc = _add(acc, a_s, b_s, full, empty, k, C, PARTS, A_COLS, B_COLS, STAGES)
-    mbarrier.arrive(turn, count=1)
+    if turn is not None:
+        mbarrier.arrive(turn, count=1)
     for k in range(n + seen, n + k_tiles):
         acc = _add(acc, a_s, b_s, full, empty, k, C, PARTS, A_COLS, B_COLS, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -220,8 +221,10 @@ class Launch(launch.Launch):
 
 
 def matrix(x: torch.Tensor, block: tuple[int, ...]) -> Any:
-    """A descriptor of the matrix x for boxes of that shape, swizzled in shared memory."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[x.dtype])
-    rows, columns = x.shape
-    stride = x.stride(0) if rows > 1 else (columns + 15) // 16 * 16  # of a single row it may be anything
-    return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
+    """A descriptor of the matrix x, or of matrices (number, rows, columns), for boxes of that shape, swizzled in shared
+    memory."""
+    box = [1] * (x.dim() - 2) + list(block)
+    layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
+    whole = (x.shape[-1] + 15) // 16 * 16  # of a single row or matrix strides may be anything
+    strides = [s if n > 1 else whole for n, s in zip(x.shape[:-1], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)

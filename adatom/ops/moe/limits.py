@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
 from adatom.ops.moe.problem import Problem
 
 
 def reference(p: Problem) -> str | None:
     """Every expert on every token, in PyTorch: everything."""
+    return None
+
+
+def hopper(p: Problem) -> str | None:
+    """Gluon kernels: sm_90, 16-bit floats, what TMA can read; not where experts have few rows each."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    if not p.aligned:
+        return "needs contiguous rows, and addresses and strides of multiples of 16 bytes"
+    if p.hidden % 8 or p.intermediate % 8 or not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
+        return "needs hidden and intermediate features in multiples of 8, and tokens"
+    if p.tokens * p.top_k > 2**31 - 2**20:
+        return "numbers its pairs with 32 bits"
     return None
 
 

@@ -1,0 +1,72 @@
+"""moe on Hopper: which kernels make a forward and a backward, and what lies between them.
+
+Rows of x, and of dout, are copied for the pairs and the copies given up after the product that wants them: TMA cannot
+gather rows on sm_90, and cp.async costs the product as much as the pass does (docs/moe.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from adatom.ops.moe.hopper_outer import outer
+from adatom.ops.moe.hopper_products import ROWS, column_tiles, product
+from adatom.ops.moe.problem import Inputs, Options, Tensor
+from adatom.ops.moe.triton_combine import combine
+from adatom.ops.moe.triton_order import order as order_of
+from adatom.ops.moe.triton_order import places_of
+from adatom.ops.moe.triton_rows import at_places, clear_dropped, gather, lines
+
+
+def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(out, pre, order, offsets); the contract is in reference.py."""
+    order, offsets, places = order_of(x.indices, x.experts)
+    table = lines(offsets, x.pairs, ROWS)
+    a, pre = _gated(x, o, order, offsets, table, keep)
+    y = x.x.new_empty(x.pairs, x.x.shape[1])
+    product(a, x.w_down, y, table)
+    return combine(y, places, x.top_k, x.weights, offsets=offsets), pre, order, offsets
+
+
+def _gated(
+    x: Inputs, o: Options, order: Tensor, offsets: Tensor, table: Tensor, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """a and, with keep, h of each pair."""
+    wide = x.w_down.shape[2]
+    a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
+    product(gather(x.x, order, offsets, x.top_k), x.w_gate_up, a, table, act=o.activation, pre=pre)
+    if pre is not None:
+        clear_dropped(pre, offsets)
+    return a, pre
+
+
+def backward(
+    x: Inputs, o: Options, pre: Tensor | None, order: Tensor, offsets: Tensor, dout: Tensor,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(dx, dweights, dw_gate_up, dw_down); the contract is in reference.py."""
+    need_x, need_weights, need_gate_up, need_down = needs
+    dx = dweights = dw_gate_up = dw_down = None
+    table, places, wide = lines(offsets, x.pairs, ROWS), places_of(order), x.w_down.shape[2]
+    if pre is None:
+        pre = _gated(x, o, order, offsets, table, True)[1]
+    assert pre is not None
+    shares, dh = x.x.new_empty(x.pairs, wide), torch.empty_like(pre)
+    dots = x.x.new_empty(column_tiles(wide), x.pairs, dtype=torch.float32)
+    douts = gather(dout, order, offsets, x.top_k)
+    product(
+        douts, x.w_down, shares, table, act=o.activation, pre=pre, into=dh, order=order,
+        weights=x.weights.contiguous(), dots=dots, cols=True,
+    )  # fmt: skip
+    if need_down:
+        dw_down = outer(douts, shares, offsets)
+    del douts, shares
+    if need_weights:
+        dweights = at_places(dots, places, offsets, x.weights)
+    if need_x:
+        dy = x.x.new_empty(x.pairs, x.x.shape[1])
+        product(dh, x.w_gate_up, dy, table, cols=True)
+        dx = combine(dy, places, x.top_k, offsets=offsets)
+        del dy
+    if need_gate_up:
+        dw_gate_up = outer(dh, gather(x.x, order, offsets, x.top_k), offsets)
+    return dx, dweights, dw_gate_up, dw_down
