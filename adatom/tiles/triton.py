@@ -29,18 +29,25 @@ def after_previous(EARLY: tl.constexpr):
 
 
 @triton.jit
+def whole(x, PIECE: tl.constexpr):
+    """x, a multiple of PIECE, as the compiler may know: addresses that it knows to be aligned allow wide accesses."""
+    return x if PIECE == 1 else x // PIECE * PIECE
+
+
+@triton.jit
 def load_tile(X, b, h, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-              EVEN: tl.constexpr, TMA: tl.constexpr):
+              EVEN: tl.constexpr, TMA: tl.constexpr, PIECE: tl.constexpr = 1):
     """Rows start.. of one (batch, head), [BLOCK, BLOCK_DIM], zero outside n_rows x DIM.
 
     TMA: X is a descriptor of (batch, heads, length, dim). Otherwise X points at row 0 of (b, h) and rows are `stride`
-    elements apart. EVEN: all rows of the block exist.
+    elements apart, a multiple of PIECE. EVEN: all rows of the block exist.
     """
     if TMA:
         return X.load([b, h, start, 0]).reshape(BLOCK, BLOCK_DIM)
     else:
         r = tl.arange(0, BLOCK)[:, None]
         d = tl.arange(0, BLOCK_DIM)[None, :]
+        stride = whole(stride, PIECE)
         ptr = X + tl.cast(start, tl.int64) * stride + r * stride + d
         if EVEN:
             if DIM == BLOCK_DIM:
@@ -55,10 +62,15 @@ def load_tile(X, b, h, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def store_tile(X, x, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Write x [BLOCK, BLOCK_DIM] to rows start.. of the (batch, head) that X points at, where they exist."""
+def store_tile(X, x, start, stride, n_rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+               PIECE: tl.constexpr = 1):
+    """Write x [BLOCK, BLOCK_DIM] to rows start.. of the (batch, head) that X points at, where they exist.
+
+    Rows are `stride` elements apart, a multiple of PIECE.
+    """
     r = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_DIM)[None, :]
+    stride = whole(stride, PIECE)
     ptr = X + tl.cast(start, tl.int64) * stride + r * stride + d
     tl.store(ptr, x.to(X.dtype.element_ty), mask=(r < n_rows - start) & (d < DIM))
 
@@ -124,7 +136,7 @@ def store_scores(X, x, i, j, i0, j0, n_i, n_j, EVEN_I: tl.constexpr, EVEN_J: tl.
 @triton.jit
 def row_of_scores(len_k, ALIGNED: tl.constexpr):
     """len_k; ALIGNED: it is a multiple of 16, and the compiler may know, so that masks allow wide loads and stores."""
-    return len_k // 16 * 16 if ALIGNED else len_k
+    return whole(len_k, 16 if ALIGNED else 1)
 
 
 @triton.jit
@@ -373,8 +385,9 @@ def sharer(r, piece, heads, repeats, bias_heads, SHARED_HEADS: tl.constexpr):
 
 
 @triton.jit
-def at(b, h, start, stride_b, stride_h, stride_m):
-    """Offset of a token of one (batch, head), in 64 bits."""
+def at(b, h, start, stride_b, stride_h, stride_m, PIECE: tl.constexpr = 1):
+    """Offset of a token of one (batch, head), in 64 bits, from strides that are multiples of PIECE."""
+    stride_b, stride_h, stride_m = whole(stride_b, PIECE), whole(stride_h, PIECE), whole(stride_m, PIECE)
     return tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + start * stride_m
 
 

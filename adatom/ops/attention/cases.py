@@ -28,7 +28,8 @@ class Case(NamedTuple):
         by -1e9, or what float16 has).
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
-    layout: memory order of q, k and v, "bhsd" or "bshd". magnitude: standard deviation of q, thus of the scores.
+    layout: memory order of q, k and v, "bhsd", "bshd", or "apart": rows an odd number of elements apart.
+    magnitude: standard deviation of q, thus of the scores.
     bias_dtype: dtype of the bias and the sinks; None is that of q. bias_grad: whether a float bias wants its gradient.
     """
 
@@ -107,6 +108,8 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     def rows(heads: int, seqlen: int, dim: int) -> torch.Tensor:
         if case.layout == "bshd":
             return normal(case.batch, seqlen, heads, dim).transpose(1, 2)
+        if case.layout == "apart":
+            return normal(case.batch, heads, seqlen, dim + 1)[..., :dim]
         return normal(case.batch, heads, seqlen, dim)
 
     given: dict[str, Any] = {}
@@ -218,6 +221,8 @@ SMALL: tuple[Case, ...] = (
     Case("dims 24 and 8", 1, 1, 1, 20, 18, 24, 8, F32),
     Case("dims 8 and 40 bshd", 1, 2, 2, 9, 35, 8, 40, BF16, layout="bshd"),
     Case("dims 64 and 24", 1, 1, 1, 16, 16, 64, 24, F32, causal=True),
+    Case("rows apart f32", 2, 2, 1, 19, 35, 24, 16, F32, bias="1hqk", layout="apart"),
+    Case("rows apart bf16", 1, 2, 2, 33, 20, 16, 16, BF16, layout="apart"),
     # lengths
     Case("one query", 2, 2, 1, 1, 37, 16, 16, F32, causal=True, kv_lens=True),
     Case("one key", 2, 1, 1, 21, 1, 8, 8, F32),
@@ -369,6 +374,7 @@ GPU: tuple[Case, ...] = (
     Case("rows with nothing", 1, 4, 2, 421, 133, 64, 64, BF16, causal=True),
     Case("rows with nothing f32", 1, 2, 2, 421, 133, 64, 64, F32, causal=True, sinks=True),
     Case("bshd gqa", 2, 8, 2, 333, 333, 64, 64, F16, layout="bshd", causal=True),
+    Case("rows apart", 2, 4, 2, 384, 320, 64, 64, BF16, layout="apart", bias="1hqk"),
     Case("window", 2, 4, 4, 777, 777, 64, 64, BF16, window=(100, None), causal=True),
     Case("window both f32", 1, 4, 2, 333, 421, 64, 64, F32, window=(65, 31)),
     Case("window misses tiles", 1, 2, 2, 600, 900, 128, 128, BF16, window=(3, 2)),
@@ -486,6 +492,7 @@ GPU: tuple[Case, ...] = (
     Case("no keys", 2, 4, 2, 33, 0, 16, 16, F32),
     Case("no queries", 2, 4, 2, 0, 33, 16, 16, F32, bias="b11k"),
     Case("neighbours, few queries", 600, 8, 8, 1, 48, 32, 32, F32, bias="b11k"),
+    Case("neighbours, rows apart", 60, 8, 2, 33, 64, 8, 24, F32, bias="b11k", layout="apart"),
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
     Case(

@@ -156,7 +156,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               BIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+              PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ and delta of a block of queries; also its tiles of an unshared dbias."""
     after_previous(EARLY)
     row_length = len_q
@@ -170,13 +170,13 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
     row = row_at(b, h, heads, start_q, row_length, VARLEN)
     Lse += row
     Delta += row
-    DQ += at(b, h, start_q, stride_dqb, stride_dqh, stride_dqm)
-    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
+    DQ += at(b, h, start_q, stride_dqb, stride_dqh, stride_dqm, PIECE)
+    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om, PIECE)
     if not TMA:
-        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
-        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
-        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
+        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
     if BIAS != NONE:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DBIAS:
@@ -188,19 +188,19 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
 
-    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
+    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False, PIECE)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE:
         delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)
     tl.store(Delta + rows, delta, mask=rows < len_q)
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
     lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
-        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         raw = dot(q, k, None, PRECISION, True)
         bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
@@ -211,7 +211,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         if SOFTCAP:
             ds *= 1.0 - t * t
         dq = dot(ds.to(k.dtype), k, dq, PRECISION)
-    store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+    store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, PIECE)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -224,7 +224,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
                EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+               PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK and dV of a block of keys, summed over the query heads that share them; also the column sums of dS.
 
     Tiles are transposed, keys x queries, so that P^T and dS^T are left operands.
@@ -237,10 +237,10 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
     if VARLEN:
         if block * BLOCK_N >= len_k:
             return
-    K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
-    V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
-    DK += at(b, hk, start_k, stride_dkb, stride_dkh, stride_dkn)
-    DV += at(b, hk, start_k, stride_dvb, stride_dvh, stride_dvn)
+    K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
+    V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
+    DK += at(b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, PIECE)
+    DV += at(b, hk, start_k, stride_dvb, stride_dvh, stride_dvn, PIECE)
     n0 = block * BLOCK_N
     i = tl.arange(0, BLOCK_M)[None, :]
     j = tl.arange(0, BLOCK_N)[:, None]
@@ -250,16 +250,16 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
         if n0 >= len_k:
             end = begin
     rows_k = keys if not VARLEN else len_k
-    k = load_tile(K, 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False)
-    v = load_tile(V, 0, 0, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+    k = load_tile(K, 0, 0, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False, PIECE)
+    v = load_tile(V, 0, 0, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, False, PIECE)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     sharing = heads // kv_heads
     for h in range(hk * sharing, (hk + 1) * sharing):
         row = row_at(b, h, heads, start_q, row_length, VARLEN)
         colsum = tl.zeros((BLOCK_N,), tl.float32)
-        Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+        Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
+        DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
         Lse_h = Lse if TMA else Lse + row
         Delta_h = Delta if TMA else Delta + row
         Bias_h = Bias
@@ -267,8 +267,8 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
             Bias_h = Bias + at(b // repeats, h, 0, stride_bb, stride_bh, 0)
         for m0 in range(begin, end, BLOCK_M):
             cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
-            q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-            do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+            q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+            do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
             lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)
             delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)
             raw = dot(k, q, None, PRECISION, True)
@@ -286,8 +286,8 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
-    store_tile(DK, dk * scale, n0, stride_dkn, rows_k, BLOCK_N, HEAD_DIM, BLOCK_D)
-    store_tile(DV, dv, n0, stride_dvn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    store_tile(DK, dk * scale, n0, stride_dkn, rows_k, BLOCK_N, HEAD_DIM, BLOCK_D, PIECE)
+    store_tile(DV, dv, n0, stride_dvn, rows_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, PIECE)
 
 
 @triton.jit
@@ -305,8 +305,8 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
                  HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
                  SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-                 PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
+                 PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of dbias (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
@@ -341,14 +341,14 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
         n_keys = len_k
         if LENS:
             n_keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), b, h, m0, stride_qm, len_q,
-                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), b, hk, n0, stride_kn, n_keys,
-                      BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q,
-                       BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), b, hk, n0, stride_vn, n_keys,
-                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm, PIECE), b, h, m0, stride_qm, len_q,
+                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn, PIECE), b, hk, n0, stride_kn,
+                      n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm, PIECE), b, h, m0, stride_gm,
+                       len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
+        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn, PIECE), b, hk, n0, stride_vn,
+                      n_keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         raw = dot(q, k, None, PRECISION, True)
         p, _ = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, True, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)

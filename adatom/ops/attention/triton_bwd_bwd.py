@@ -177,7 +177,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
               BIAS: tl.constexpr, DDBIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
               RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
               EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-              EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+              EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ2 of a block of queries; also its tiles of an unshared dbias2, or its row sums of E."""
     after_previous(EARLY)
     row_length = len_q
@@ -189,15 +189,15 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
             return
     hk = h // (heads // kv_heads)
     row = row_at(b, h, heads, start_q, row_length, VARLEN)
-    DQ += at(b, h, start_q, stride_dqb, stride_dqh, stride_dqm)
+    DQ += at(b, h, start_q, stride_dqb, stride_dqh, stride_dqm, PIECE)
     if not TMA:
-        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        DDQ += at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm)
-        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
-        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
-        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
-        DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn)
-        DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn)
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
+        DDQ += at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm, PIECE)
+        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
+        DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn, PIECE)
+        DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn, PIECE)
     if BIAS != NONE:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DDBIAS:
@@ -209,9 +209,9 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
     j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+    do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
     lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     delta = load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
     g = load_row(G + row, b, h, m0, len_q, BLOCK_M, False)
@@ -219,10 +219,10 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
-        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
-        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
+        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         raw = dot(q, k, None, PRECISION, True)
         bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
@@ -238,7 +238,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, G
             store_scores(DBias, E, i, j, m0, n0, len_q, keys, EVEN_M, EVEN_N)
         dq = dot(to_k.to(k.dtype), k, dq, PRECISION)
         dq = dot(to_ddk.to(k.dtype), ddk, dq, PRECISION)
-    store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+    store_tile(DQ, dq * scale, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, PIECE)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -252,7 +252,7 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
                BIAS: tl.constexpr, DDBIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr,
                LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
                EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-               EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+               EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK2 and dV2 of a block of keys, summed over the query heads that share them; also the column sums of E.
 
     Tiles are transposed, keys x queries.
@@ -274,23 +274,23 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
         if n0 >= len_k:
             end = begin
     rows_k = keys if not VARLEN else len_k
-    k = load_tile(K + at(b, hk, start_k, stride_kb, stride_kh, stride_kn), 0, 0, n0, stride_kn, len_k, BLOCK_N,
-                  HEAD_DIM, BLOCK_D, EVEN_N, False)
-    v = load_tile(V + at(b, hk, start_k, stride_vb, stride_vh, stride_vn), 0, 0, n0, stride_vn, len_k, BLOCK_N,
-                  HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
-    ddk = load_tile(DDK + at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn), 0, 0, n0, stride_ckn, len_k, BLOCK_N,
-                    HEAD_DIM, BLOCK_D, EVEN_N, False)
-    ddv = load_tile(DDV + at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn), 0, 0, n0, stride_cvn, len_k, BLOCK_N,
-                    HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+    k = load_tile(K + at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE), 0, 0, n0, stride_kn, len_k, BLOCK_N,
+                  HEAD_DIM, BLOCK_D, EVEN_N, False, PIECE)
+    v = load_tile(V + at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE), 0, 0, n0, stride_vn, len_k, BLOCK_N,
+                  HEAD_DIM_V, BLOCK_DV, EVEN_N, False, PIECE)
+    ddk = load_tile(DDK + at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn, PIECE), 0, 0, n0, stride_ckn, len_k,
+                    BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, False, PIECE)
+    ddv = load_tile(DDV + at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn, PIECE), 0, 0, n0, stride_cvn, len_k,
+                    BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, False, PIECE)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     sharing = heads // kv_heads
     for h in range(hk * sharing, (hk + 1) * sharing):
         row = row_at(b, h, heads, start_q, row_length, VARLEN)
         colsum = tl.zeros((BLOCK_N,), tl.float32)
-        Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        DDQ_h = DDQ if TMA else DDQ + at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm)
-        DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm)
+        Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
+        DDQ_h = DDQ if TMA else DDQ + at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm, PIECE)
+        DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
         Lse_h = Lse if TMA else Lse + row
         Delta_h = Delta if TMA else Delta + row
         G_h = G if TMA else G + row
@@ -303,9 +303,9 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
             DDBias_h = DDBias + at(b // repeats, h, 0, stride_cb, stride_ch, 0)
         for m0 in range(begin, end, BLOCK_M):
             cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
-            q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-            ddq = load_tile(DDQ_h, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-            do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
+            q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+            ddq = load_tile(DDQ_h, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+            do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
             lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)[None, :]
             delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
             g = load_row(G_h, b, h, m0, len_q, BLOCK_M, TMA)[None, :]
@@ -328,10 +328,10 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, DDQ, DDK, DDV, DDBias, 
         if COLSUM:
             cols = n0 + tl.arange(0, BLOCK_N)
             tl.store(ColSum + (tl.cast(b, tl.int64) * heads + h) * keys + cols, colsum, mask=cols < keys)
-    store_tile(DK + at(b, hk, start_k, stride_dkb, stride_dkh, stride_dkn), dk * scale, n0, stride_dkn, rows_k, BLOCK_N,
-               HEAD_DIM, BLOCK_D)
-    store_tile(DV + at(b, hk, start_k, stride_dvb, stride_dvh, stride_dvn), dv, n0, stride_dvn, rows_k, BLOCK_N,
-               HEAD_DIM_V, BLOCK_DV)
+    store_tile(DK + at(b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, PIECE), dk * scale, n0, stride_dkn, rows_k,
+               BLOCK_N, HEAD_DIM, BLOCK_D, PIECE)
+    store_tile(DV + at(b, hk, start_k, stride_dvb, stride_dvh, stride_dvn, PIECE), dv, n0, stride_dvn, rows_k, BLOCK_N,
+               HEAD_DIM_V, BLOCK_DV, PIECE)
 
 
 @triton.jit
@@ -355,7 +355,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
                  BIAS: tl.constexpr, DDBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                  RIGHT: tl.constexpr, LENS: tl.constexpr, SHARED_HEADS: tl.constexpr, ALIGNED: tl.constexpr,
                  EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                 EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                 EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of dbias2 (bias_batch, bias_heads, len_q, len_k), summed over the (batch, head) that share the slice.
 
     With several parts (parts, bias_batch, bias_heads, len_q, len_k), each the sum over its share of those.
@@ -392,20 +392,20 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
         n_keys = len_k
         if LENS:
             n_keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
-        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm), b, h, m0, stride_qm, len_q,
-                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn), b, hk, n0, stride_kn, n_keys,
-                      BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        ddq = load_tile(DDQ if TMA else DDQ + at(b, h, 0, stride_cqb, stride_cqh, stride_cqm), b, h, m0, stride_cqm,
-                        len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-        ddk = load_tile(DDK if TMA else DDK + at(b, hk, 0, stride_ckb, stride_ckh, stride_ckn), b, hk, n0, stride_ckn,
-                        n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, len_q,
-                       BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA)
-        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn), b, hk, n0, stride_vn, n_keys,
-                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
-        ddv = load_tile(DDV if TMA else DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn), b, hk, n0, stride_cvn,
-                        n_keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        q = load_tile(Q if TMA else Q + at(b, h, 0, stride_qb, stride_qh, stride_qm, PIECE), b, h, m0, stride_qm, len_q,
+                      BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+        k = load_tile(K if TMA else K + at(b, hk, 0, stride_kb, stride_kh, stride_kn, PIECE), b, hk, n0, stride_kn,
+                      n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        ddq = load_tile(DDQ if TMA else DDQ + at(b, h, 0, stride_cqb, stride_cqh, stride_cqm, PIECE), b, h, m0,
+                        stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+        ddk = load_tile(DDK if TMA else DDK + at(b, hk, 0, stride_ckb, stride_ckh, stride_ckn, PIECE), b, hk, n0,
+                        stride_ckn, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        do = load_tile(DOut if TMA else DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm, PIECE), b, h, m0, stride_gm,
+                       len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
+        v = load_tile(V if TMA else V + at(b, hk, 0, stride_vb, stride_vh, stride_vn, PIECE), b, hk, n0, stride_vn,
+                      n_keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
+        ddv = load_tile(DDV if TMA else DDV + at(b, hk, 0, stride_cvb, stride_cvh, stride_cvn, PIECE), b, hk, n0,
+                        stride_cvn, n_keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         raw = dot(q, k, None, PRECISION, True)
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, True, n_keys, n_keys - len_q, left, right, scale,
                              softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)

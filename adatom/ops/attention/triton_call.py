@@ -129,6 +129,7 @@ class Call:
         self.left = o.window_left
         self.bias_strides = broadcast_strides(bias)
         self.repeats = 1 if bias is None else self.batch // max(bias.shape[0], 1)
+        self.piece = 16 // q.element_size()  # elements of which all strides so far are multiples, or 1
         self.generic = bias is not None or o.softcap > 0
         exact = tile_dim(self.head_dim), tile_dim(self.head_dim_v)
         dims = self.widths(*exact) if self.widens else exact
@@ -191,7 +192,7 @@ class Call:
         return (self.heads, self.kv_heads, self.repeats, n_heads, group, self.len_q, self.len_k, self.left, self.right)
 
     def constexprs(self, config: Config, **more: Any) -> dict[str, Any]:
-        """The constexprs that every kernel takes, and its launch options.
+        """The constexprs that every kernel takes, and its launch options; to be asked for after all `strides`.
 
         float32 operands that a tile would read by descriptor, but come by pointer, are not pipelined: their parts fill
         the shared memory.
@@ -207,6 +208,7 @@ class Call:
                 "EVEN_M": self.even(self.len_q, config.block_m),
                 "EVEN_N": self.even(self.len_k, config.block_n),
                 "EARLY": early,
+                "PIECE": self.piece,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
                 "num_warps": config.num_warps,
@@ -222,9 +224,10 @@ class Call:
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Batch, head and length strides; packed tensors have no batch stride."""
-        if self.varlen:
-            return 0, x.stride(1), x.stride(0)
-        return x.stride(0), x.stride(1), x.stride(2)
+        strides = (0, x.stride(1), x.stride(0)) if self.varlen else x.stride()[:3]
+        if any(stride % self.piece for stride in strides):
+            self.piece = 1
+        return strides
 
     def use_tma(self, config: Config, *tensors: torch.Tensor, keys: bool = True) -> bool:
         """Whether to read these by descriptor: large enough to repay making one, and laid out for it.

@@ -85,7 +85,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
@@ -95,12 +95,12 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
         if tile * BLOCK_M >= len_q:
             return
     hk = h // (heads // kv_heads)
-    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
+    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om, PIECE)
     Lse += row_at(b, h, heads, start_q, row_length, VARLEN)
     if not TMA:
-        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
-        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
     if BIAS != NONE:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     m0 = tile * BLOCK_M
@@ -109,7 +109,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
     j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if SINKS:  # a key with score sink and value 0
         sink = tl.load(Sinks + h).to(tl.float32) * (LOG2E if FOLD else 1.0)
@@ -122,7 +122,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
     unit = scale * LOG2E
     for n0 in range(begin, end, BLOCK_N):
         bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
-        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
         s = dot(q, k, None, PRECISION, True)
         if not FOLD:
             if SOFTCAP:
@@ -150,12 +150,12 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
             alpha = tl.exp2((m - m_safe) * LOG2E)
         m = m_new
         l = l * alpha + tl.sum(p, 1)
-        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UNIT=True)
 
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
-    store_tile(Out, acc * (1.0 / l)[:, None], m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    store_tile(Out, acc * (1.0 / l)[:, None], m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, PIECE)
     lse = m * (LN2 if FOLD else 1.0) + tl.log2(l) * LN2
     tl.store(Lse + rows, tl.where(seen, lse, float("-inf")), mask=rows < len_q)
 

@@ -87,7 +87,7 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
                     RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
                     VARLEN: tl.constexpr, ALIGNED: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr,
                     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                    EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes."""
     after_previous(EARLY)
     row_length = len_q
@@ -99,15 +99,15 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
             return
     hk = h // (heads // kv_heads)
     row = row_at(b, h, heads, start_q, row_length, VARLEN)
-    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om)
-    DDOut += at(b, h, start_q, stride_ddb, stride_ddh, stride_ddm)
+    Out += at(b, h, start_q, stride_ob, stride_oh, stride_om, PIECE)
+    DDOut += at(b, h, start_q, stride_ddb, stride_ddh, stride_ddm, PIECE)
     if not TMA:
-        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm)
-        DDQ += at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm)
-        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn)
-        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn)
-        DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn)
-        DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn)
+        Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
+        DDQ += at(b, h, start_q, stride_cqb, stride_cqh, stride_cqm, PIECE)
+        K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
+        V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
+        DDK += at(b, hk, start_k, stride_ckb, stride_ckh, stride_ckn, PIECE)
+        DDV += at(b, hk, start_k, stride_cvb, stride_cvh, stride_cvn, PIECE)
     if BIAS != NONE:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DDBIAS:
@@ -118,8 +118,8 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     j = tl.arange(0, BLOCK_N)[None, :]
     offset = len_k - len_q
     begin, whole_begin, whole_end, end = keys_of(m0, offset, len_k, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
-    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA)
+    q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
+    ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
     lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
@@ -135,8 +135,8 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
             gr += of_sink
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
-        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
-        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
         raw = dot(q, k, None, PRECISION, True)
         raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
         bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
@@ -147,25 +147,26 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
         pg = p * tangent
         g += tl.sum(pg, 1)
         l += tl.sum(p, 1)
-        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
-        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
+        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         acc = dot(p.to(v.dtype), ddv, acc, PRECISION, UNIT=True)
         pg = pg.to(v.dtype)
         if v.dtype != tl.float32:  # what the product below sums: it cancels against g O where one key has it all
             gr += tl.sum(pg.to(tl.float32), 1)
         acc = dot(pg, v, acc, PRECISION)
-    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
+    o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False, PIECE).to(tl.float32)
     l = tl.where(l == 0.0, 1.0, l)
     g = g / l
     if q.dtype != tl.float32:
         ddo = acc / l[:, None] - (gr / l)[:, None] * o
     else:
         ddo = acc / l[:, None] - g[:, None] * o
-    store_tile(DDOut, ddo, m0, stride_ddm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    store_tile(DDOut, ddo, m0, stride_ddm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, PIECE)
     tl.store(G + row + rows, g, mask=rows < len_q)
     if SECOND:
-        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm)
-        do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False).to(tl.float32)
+        DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
+        do = load_tile(DOut, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False,
+                       PIECE).to(tl.float32)
         delta = tl.sum(o * do, 1)
         if DLSE:
             delta -= load_row(DLse + row, b, h, m0, len_q, BLOCK_M, False)

@@ -57,7 +57,8 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
-                SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                SHARING: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     """out and lse of one (batch, head)."""
     after_previous(EARLY)
     keys = row_of_scores(len_k, ALIGNED)
@@ -66,10 +67,10 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
     offset = n_keys - len_q
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
-                  BLOCK_D, EVEN_N, False)
-    v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
-                  BLOCK_DV, EVEN_N, False)
+    k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0, PIECE), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
+                  BLOCK_D, EVEN_N, False, PIECE)
+    v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0, PIECE), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
+                  BLOCK_DV, EVEN_N, False, PIECE)
     kT = transposed(operand(k, k.dtype, PRECISION))
     v_ = operand(v, v.dtype, PRECISION)
     row = row_at(b, h, heads, 0, len_q, False)
@@ -80,14 +81,14 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse,
         m0 = step * BLOCK_M
         bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
                          keys, BIAS, EVEN_M, EVEN_N)
-        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                      BLOCK_D, EVEN_M, False)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0, PIECE), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False, PIECE)
         s = times(operand(q, q.dtype, PRECISION), kT, scale, PRECISION)
         p, l, lse, _, _ = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS, SOFTCAP,
                                   LEFT, RIGHT, SINKS, LEFT or RIGHT or not EVEN_N, CARRY)
         out = times(operand(p, v.dtype, PRECISION, True), v_, 1.0 / CARRY, PRECISION) * (1.0 / l)[:, None]
-        store_tile(Out + at(b, h, 0, stride_ob, stride_oh, 0), out, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
-                   BLOCK_DV)
+        store_tile(Out + at(b, h, 0, stride_ob, stride_oh, 0, PIECE), out, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V,
+                   BLOCK_DV, PIECE)
         rows = m0 + tl.arange(0, BLOCK_M)
         tl.store(Lse + row + rows, lse, mask=rows < len_q)
 
@@ -102,8 +103,8 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
                 BIAS: tl.constexpr, DBIAS: tl.constexpr, DLSE: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                 RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
-                EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr):
+                EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ of one (batch, head), and its part of dK and dV.
 
     DBias takes tiles of dS (DBIAS FULL), its row sums (QUERY), or its column sums (KEY). DSinks takes each row's share.
@@ -116,10 +117,10 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     columns = tl.arange(0, BLOCK_N)
-    k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
-                  BLOCK_D, EVEN_N, False)
-    v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
-                  BLOCK_DV, EVEN_N, False)
+    k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0, PIECE), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
+                  BLOCK_D, EVEN_N, False, PIECE)
+    v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0, PIECE), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
+                  BLOCK_DV, EVEN_N, False, PIECE)
     k_ = operand(k, k.dtype, PRECISION)
     v_ = operand(v, v.dtype, PRECISION)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -134,10 +135,10 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
         rows = m0 + tl.arange(0, BLOCK_M)
         bias = load_bias(Bias + at(b, h, 0, stride_bb, stride_bh, 0), i, j, m0, 0, stride_bm, stride_bn, len_q,
                          keys, BIAS, EVEN_M, EVEN_N)
-        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                      BLOCK_D, EVEN_M, False)
-        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
-                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0, PIECE), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False, PIECE)
+        do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0, PIECE), b, h, m0, stride_gm, len_q, BLOCK_M,
+                       HEAD_DIM_V, BLOCK_DV, EVEN_M, False, PIECE)
         q_ = operand(q, q.dtype, PRECISION)
         do_ = operand(do, do.dtype, PRECISION)
         s = times(q_, transposed(k_), scale, PRECISION)
@@ -170,14 +171,15 @@ def _bwd_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DQ, DK, DV, DBias, DSink
             column_sum += column_sums(of_keys, BLOCK_M, from_unit, PRECISION)
         dk += sums(ds_, q_, scale * from_unit, PRECISION)
         dq = times(ds_, k_, scale * from_unit, PRECISION)
-        store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
-                   BLOCK_D)
+        store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0, PIECE), dq, m0, stride_dqm, len_q, BLOCK_M, HEAD_DIM,
+                   BLOCK_D, PIECE)
     if DBIAS == KEY:
         of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
         tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
-    store_tile(DK + at(b, h, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
-               BLOCK_D)
-    store_tile(DV + at(b, h, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    store_tile(DK + at(b, h, 0, stride_dkb, stride_dkh, 0, PIECE), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
+               BLOCK_D, PIECE)
+    store_tile(DV + at(b, h, 0, stride_dvb, stride_dvh, 0, PIECE), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V,
+               BLOCK_DV, PIECE)
 
 
 def _forward(x: Inputs, o: Options, out: torch.Tensor) -> Launch:

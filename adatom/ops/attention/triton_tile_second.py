@@ -86,8 +86,8 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                    DLSE: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                    SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr, ALIGNED: tl.constexpr,
                    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CARRY: tl.constexpr,
-                   EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr):
+                   EARLY: tl.constexpr, SHARING: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """ddO and ddlse, the tangents of out and lse, of one key head of one batch element, and of the query heads that
     share it. SECOND: dQ2, dK2 and dV2 too; DBias takes of E, and DSinks of each row, what the first backward's do.
     """
@@ -99,19 +99,19 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     columns = tl.arange(0, BLOCK_N)
-    k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
-                  BLOCK_D, EVEN_N, False)
-    v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
-                  BLOCK_DV, EVEN_N, False)
+    k = load_tile(K + at(b, hk, 0, stride_kb, stride_kh, 0, PIECE), b, hk, 0, stride_kn, n_keys, BLOCK_N, HEAD_DIM,
+                  BLOCK_D, EVEN_N, False, PIECE)
+    v = load_tile(V + at(b, hk, 0, stride_vb, stride_vh, 0, PIECE), b, hk, 0, stride_vn, n_keys, BLOCK_N, HEAD_DIM_V,
+                  BLOCK_DV, EVEN_N, False, PIECE)
     k_ = operand(k, k.dtype, PRECISION)
     v_ = operand(v, v.dtype, PRECISION)
     if HAS_DDK:
-        ddk = load_tile(DDK + at(b, hk, 0, stride_ckb, stride_ckh, 0), b, hk, 0, stride_ckn, n_keys, BLOCK_N,
-                        HEAD_DIM, BLOCK_D, EVEN_N, False)
+        ddk = load_tile(DDK + at(b, hk, 0, stride_ckb, stride_ckh, 0, PIECE), b, hk, 0, stride_ckn, n_keys, BLOCK_N,
+                        HEAD_DIM, BLOCK_D, EVEN_N, False, PIECE)
         ddk_ = operand(ddk, k.dtype, PRECISION)
     if HAS_DDV:
-        ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, 0), b, hk, 0, stride_cvn, n_keys, BLOCK_N,
-                        HEAD_DIM_V, BLOCK_DV, EVEN_N, False)
+        ddv = load_tile(DDV + at(b, hk, 0, stride_cvb, stride_cvh, 0, PIECE), b, hk, 0, stride_cvn, n_keys, BLOCK_N,
+                        HEAD_DIM_V, BLOCK_DV, EVEN_N, False, PIECE)
         ddv_ = operand(ddv, v.dtype, PRECISION)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
@@ -130,8 +130,8 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                          keys, BIAS, EVEN_M, EVEN_N)
         ddbias = load_bias(DDBias + at(b, h, 0, stride_cb, stride_ch, 0), i, j, m0, 0, stride_cm, stride_cn,
                            len_q, keys, DDBIAS, EVEN_M, EVEN_N)
-        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
-                      BLOCK_D, EVEN_M, False)
+        q = load_tile(Q + at(b, h, 0, stride_qb, stride_qh, 0, PIECE), b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM,
+                      BLOCK_D, EVEN_M, False, PIECE)
         q_ = operand(q, q.dtype, PRECISION)
         s = times(q_, transposed(k_), scale, PRECISION)
         p, l, _, t, of_sink = softmax(s, bias, sink, m0 + i, j, offset, n_keys, left, right, softcap, BIAS,
@@ -146,8 +146,8 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
         if DDSINKS:
             of_G += tl.abs(ddsink)
         if HAS_DDQ:
-            ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, 0), b, h, m0, stride_cqm, len_q, BLOCK_M,
-                            HEAD_DIM, BLOCK_D, EVEN_M, False)
+            ddq = load_tile(DDQ + at(b, h, 0, stride_cqb, stride_cqh, 0, PIECE), b, h, m0, stride_cqm, len_q, BLOCK_M,
+                            HEAD_DIM, BLOCK_D, EVEN_M, False, PIECE)
             ddq_ = operand(ddq, q.dtype, PRECISION)
             of_G += tl.abs(scale) * bound(ddq_, k_, BLOCK_D)
         if HAS_DDK:
@@ -173,12 +173,12 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
         ddo = times(W_, v_, from_unit / CARRY, PRECISION)
         if HAS_DDV:
             ddo += times(p_, ddv_, 1.0 / CARRY, PRECISION)
-        store_tile(DDOut + at(b, h, 0, stride_ddb, stride_ddh, 0), ddo, m0, stride_ddm, len_q, BLOCK_M,
-                   HEAD_DIM_V, BLOCK_DV)
+        store_tile(DDOut + at(b, h, 0, stride_ddb, stride_ddh, 0, PIECE), ddo, m0, stride_ddm, len_q, BLOCK_M,
+                   HEAD_DIM_V, BLOCK_DV, PIECE)
         tl.store(DDLse + row + rows, g, mask=rows < len_q)
         if SECOND:
-            do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0), b, h, m0, stride_gm, len_q, BLOCK_M,
-                           HEAD_DIM_V, BLOCK_DV, EVEN_M, False)
+            do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, 0, PIECE), b, h, m0, stride_gm, len_q, BLOCK_M,
+                           HEAD_DIM_V, BLOCK_DV, EVEN_M, False, PIECE)
             do_ = operand(do, do.dtype, PRECISION)
             dv += sums(W_, do_, from_unit / CARRY, PRECISION)
             u = tl.sum(ddo * do.to(tl.float32), 1)
@@ -218,16 +218,16 @@ def _second_kernel(Q, K, V, Bias, Sinks, Lens, DOut, DLse, DDQ, DDK, DDV, DDBias
                     dk += sums(ds_, ddq_, scale / CARRY * from_unit_p, PRECISION)
                 if HAS_DDK:
                     dq += times(ds_, ddk_, scale / CARRY * from_unit_p, PRECISION)
-            store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0), dq, m0, stride_dqm, len_q, BLOCK_M,
-                       HEAD_DIM, BLOCK_D)
+            store_tile(DQ + at(b, h, 0, stride_dqb, stride_dqh, 0, PIECE), dq, m0, stride_dqm, len_q, BLOCK_M,
+                       HEAD_DIM, BLOCK_D, PIECE)
     if DBIAS == KEY:
         of_head = DBias + (tl.cast(b, tl.int64) * heads + h) * keys + columns
         tl.store(of_head, (tl.sum(column_sum, 1) * 0.125).to(DBias.dtype.element_ty), mask=columns < keys)
     if SECOND:
-        store_tile(DK + at(b, h, 0, stride_dkb, stride_dkh, 0), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
-                   BLOCK_D)
-        store_tile(DV + at(b, h, 0, stride_dvb, stride_dvh, 0), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V,
-                   BLOCK_DV)
+        store_tile(DK + at(b, h, 0, stride_dkb, stride_dkh, 0, PIECE), dk, 0, stride_dkn, keys, BLOCK_N, HEAD_DIM,
+                   BLOCK_D, PIECE)
+        store_tile(DV + at(b, h, 0, stride_dvb, stride_dvh, 0, PIECE), dv, 0, stride_dvn, keys, BLOCK_N, HEAD_DIM_V,
+                   BLOCK_DV, PIECE)
 
 
 Given = tuple[torch.Tensor | None, ...]
