@@ -27,6 +27,21 @@ def hopper(p: Problem) -> str | None:
     return None
 
 
+def triton(p: Problem) -> str | None:
+    """The Triton kernels: sm_80 and later, but for float64."""
+    if p.device.kind == "cpu":
+        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
+    if p.device.kind == "cuda" and p.device.arch < 80:
+        return f"needs sm_80 or later; this is sm_{p.device.arch}"
+    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
+        return "does not take empty tensors"
+    if p.experts > 4095:
+        return f"takes up to 4095 experts; got {p.experts}"
+    return None
+
+
 def torch_moe(p: Problem) -> str | None:
     """PyTorch's grouped product where there is one, else products of padded blocks, or of each expert on a CPU."""
     return None

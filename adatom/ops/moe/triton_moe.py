@@ -1,0 +1,338 @@
+# mypy: ignore-errors
+"""moe on any GPU from sm_80 (Triton): products of ragged groups of rows, with gathers and gates fused.
+
+Forward: order of pairs; h = x W^T of gathered rows, whose epilogue is the gate; a V^T; sums of tokens. Backward: dout V,
+whose epilogue writes dh, the weighted a and what the gradients of weights are summed from; dh W and the sums of tokens;
+two products whose sum runs over an expert's rows. Operands have any strides. Rows of dropped pairs are never read.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.device import facts
+from adatom.ops.moe.problem import Inputs, Options
+from adatom.ops.moe.triton_combine import combine
+from adatom.ops.moe.triton_order import order as order_of
+from adatom.ops.moe.triton_order import places_of
+from adatom.ops.moe.triton_rows import at_places, clear_dropped
+from adatom.tiles.launch import Launch
+from adatom.tiles.triton import after_previous
+from adatom.tiles.triton_dense import remembered, value_and_slope
+
+
+class Config(NamedTuple):
+    """How a product is tiled: block_m rows x block_n columns (gated: of the gate, and as many of up), block_k of the
+    sum, warps, stages; spill: bytes of registers it may spill."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    spill: int = 0
+
+
+# By shared memory (over 200 KB, or 99), product, and the most rows that an expert may have on average. The last serves
+# where tiles would not be whole, or rows lie at odd addresses.
+LARGE = {
+    "gate": ((8, Config(16, 32, 128, 4, 4)), (64, Config(64, 64, 64, 4, 4)), (None, Config(128, 128, 64, 8, 4))),
+    "plain": ((8, Config(16, 32, 128, 4, 4)), (64, Config(64, 128, 64, 4, 4)), (None, Config(128, 256, 64, 8, 4))),
+    "grad": ((8, Config(16, 32, 128, 4, 4)), (64, Config(64, 128, 64, 4, 4, 64)), (None, Config(128, 128, 64, 8, 4))),
+    "outer": ((None, Config(128, 256, 64, 8, 4)),),
+}
+SMALL = {
+    "gate": ((8, Config(16, 32, 64, 4, 4)), (None, Config(128, 64, 32, 8, 3))),
+    "plain": ((8, Config(16, 64, 64, 4, 4)), (None, Config(128, 128, 32, 8, 3))),
+    "grad": ((8, Config(16, 64, 64, 4, 4)), (None, Config(128, 128, 32, 8, 3))),
+    "outer": ((None, Config(128, 128, 32, 8, 3)),),
+}
+FLOAT32 = {
+    "gate": Config(64, 32, 32, 4, 2),
+    "plain": Config(64, 64, 32, 4, 2),
+    "grad": Config(64, 32, 32, 4, 2),
+    "outer": Config(64, 64, 32, 4, 2),
+}
+UNEVEN = {
+    "gate": Config(64, 32, 32, 4, 3),
+    "plain": Config(64, 64, 32, 4, 3),
+    "grad": Config(64, 32, 32, 4, 3),
+    "outer": Config(64, 64, 32, 4, 3, spill=32),
+}
+_INTERPRETED = Config(16, 16, 32, 4, 1)
+
+
+@triton.jit
+def _expert_of(pid, Offsets, experts, columns, BINS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, its first row, the row behind its last, tile among its tiles) of program `pid`.
+
+    An expert has a program for `columns` columns of each BLOCK_M of its rows. Behind the last program it is `experts`
+    or more.
+    """
+    bin = tl.arange(0, BINS)
+    first = tl.load(Offsets + bin, mask=bin < experts, other=0)
+    end = tl.load(Offsets + bin + 1, mask=bin < experts, other=0)
+    programs = tl.cdiv(end - first, BLOCK_M) * columns
+    ends = tl.cumsum(programs, 0)
+    e = tl.sum((ends <= pid).to(tl.int32), 0)
+    mine = bin == e
+    tile = pid - tl.sum(tl.where(mine, ends - programs, 0), 0)
+    return e, tl.sum(tl.where(mine, first, 0), 0), tl.sum(tl.where(mine, end, 0), 0), tile
+
+
+@triton.jit
+def _load_b(ptr, m_j, k, left, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=m_j[None, :] & (k < left)[:, None], other=0.0)
+
+
+@triton.jit
+def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, COLUMNS: tl.constexpr):
+    """What "grad" writes of a tile v at (row, j0); returns the sums of a v."""
+    j = j0 + tl.arange(0, COLUMNS)
+    m = m_i[:, None] & (j < N)[None, :]
+    near = i[:, None] * N + j[None, :]
+    far = i[:, None] * (2 * N) + j[None, :]
+    narrow = row.to(tl.int64) * N
+    gate = tl.load(Pre + 2 * narrow + far, mask=m, other=0.0).to(tl.float32)
+    up = tl.load(Pre + 2 * narrow + N + far, mask=m, other=0.0).to(tl.float32)
+    value, slope = value_and_slope(gate, ACT)
+    dots = tl.sum(value * up * v, 1)
+    v *= w
+    tl.store(Out + 2 * narrow + N + far, (v * value).to(Out.dtype.element_ty), mask=m)
+    tl.store(Scaled + narrow + near, (w * value * up).to(Out.dtype.element_ty), mask=m)
+    tl.store(Out + 2 * narrow + far, (v * up * slope).to(Out.dtype.element_ty), mask=m)
+    return dots
+
+
+@triton.jit
+def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs, N, K, top_k, experts, stride_ai,
+                    stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr,
+                    ACT: tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+                    EVEN: tl.constexpr, EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Rows of A, or of the tokens of pairs if GATHER, times their expert's matrix B[e]^T.
+
+    "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up, and KEEP: Pre (pairs, 2 N)
+    both. "grad": it is v; from Pre and the pairs' weights w, Out (pairs, 2 N) gets the gradient of Pre under w v,
+    Scaled (pairs, N) w a, Dots (tiles of columns, pairs) the sums of a v over columns.
+    """
+    after_previous(EARLY)
+    columns = tl.cdiv(N, BLOCK_N)
+    e, first, end, tile = _expert_of(tl.program_id(0), Offsets, experts, columns, BINS, BLOCK_M)
+    if e < experts:
+        rows = tl.cdiv(end - first, BLOCK_M)
+        top = tile // (GROUP * columns) * GROUP
+        size = tl.minimum(rows - top, GROUP)
+        r = tile - top * columns
+        column = r // size
+        row = first + (top + r % size) * BLOCK_M
+        i = tl.arange(0, BLOCK_M)
+        j = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        m_i = i < end - row
+        m_j = j < N
+        source = tl.minimum(row + i, end - 1)
+        if GATHER:
+            source = tl.load(Order + source) // top_k
+        a_ptr = A + source.to(tl.int64)[:, None] * stride_ai + k.to(tl.int64)[None, :] * stride_ak
+        b_ptr = B + e.to(tl.int64) * stride_be + k.to(tl.int64)[:, None] * stride_bk
+        b_ptr += j.to(tl.int64)[None, :] * stride_bj
+        up_ptr = b_ptr + N.to(tl.int64) * stride_bj
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            if EVEN:
+                a = tl.load(a_ptr)
+            else:
+                a = tl.load(a_ptr, mask=(k < K - k0)[None, :], other=0.0)
+            acc = tl.dot(a, _load_b(b_ptr, m_j, k, K - k0, EVEN), acc, input_precision=PRECISION)
+            if KIND == "gate":
+                up = tl.dot(a, _load_b(up_ptr, m_j, k, K - k0, EVEN), up, input_precision=PRECISION)
+                up_ptr += tl.cast(BLOCK_K, tl.int64) * stride_bk
+            a_ptr += tl.cast(BLOCK_K, tl.int64) * stride_ak
+            b_ptr += tl.cast(BLOCK_K, tl.int64) * stride_bk
+        m = m_i[:, None] & m_j[None, :]
+        narrow = row.to(tl.int64) * N  # where the tile's rows begin; from there on 32 bits suffice
+        near = i[:, None] * N + j[None, :]
+        far = i[:, None] * (2 * N) + j[None, :]
+        if KIND == "plain":
+            tl.store(Out + narrow + near, acc.to(Out.dtype.element_ty), mask=m)
+        if KIND == "gate":
+            if KEEP:
+                tl.store(Pre + 2 * narrow + far, acc.to(Out.dtype.element_ty), mask=m)
+                tl.store(Pre + 2 * narrow + N + far, up.to(Out.dtype.element_ty), mask=m)
+            value, _ = value_and_slope(acc, ACT)
+            tl.store(Out + narrow + near, (value * up).to(Out.dtype.element_ty), mask=m)
+        if KIND == "grad":
+            pair = tl.load(Order + row + i, mask=m_i, other=0)
+            at = Weights + (pair // top_k).to(tl.int64) * stride_wt + (pair % top_k) * stride_wk
+            w = tl.load(at, mask=m_i, other=0.0).to(tl.float32)[:, None]
+            if BLOCK_N > 64:  # in halves, for want of registers
+                left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+                dots = _gradients(left, w, Pre, Out, Scaled, row, i, m_i, column * BLOCK_N, N, ACT, BLOCK_N // 2)
+                j0 = column * BLOCK_N + BLOCK_N // 2
+                dots += _gradients(right, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT, BLOCK_N // 2)
+            else:
+                dots = _gradients(acc, w, Pre, Out, Scaled, row, i, m_i, column * BLOCK_N, N, ACT, BLOCK_N)
+            tl.store(Dots + column.to(tl.int64) * pairs + row + i, dots, mask=m_i)
+
+
+@triton.jit
+def _load_rows(X, Order, p, end, j, n, top_k, stride_i, stride_j, GATHER: tl.constexpr, EVEN: tl.constexpr):
+    """Columns j of the rows p, or of the tokens of pairs p if GATHER, [rows, columns]; 0 from row `end` on."""
+    m = (p < end)[:, None]
+    if not EVEN:
+        m = m & (j < n)[None, :]
+    if GATHER:
+        p = tl.load(Order + p, mask=p < end, other=0) // top_k
+    return tl.load(X + p.to(tl.int64)[:, None] * stride_i + j.to(tl.int64)[None, :] * stride_j, mask=m, other=0.0)
+
+
+@triton.jit
+def _outer_kernel(A, B, Order, Offsets, Out, M, N, top_k, stride_ai, stride_aj, stride_bi, stride_bj,
+                  GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Out[e] (M, N): the sum over the rows p of expert e of A[p]^T B[p]; A (rows, M), B (rows, N)."""
+    pid = tl.program_id(0)
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    e = pid // (rows * columns)
+    tile = pid % (rows * columns)
+    top = tile // (GROUP * columns) * GROUP
+    size = tl.minimum(rows - top, GROUP)
+    r = tile - top * columns
+    i = (top + r % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = r // size * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(Offsets + e + 1)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for p0 in range(tl.load(Offsets + e), end, BLOCK_K):
+        p = p0 + tl.arange(0, BLOCK_K)
+        a = _load_rows(A, Order, p, end, i, M, top_k, stride_ai, stride_aj, GATHER_A, EVEN)
+        b = _load_rows(B, Order, p, end, j, N, top_k, stride_bi, stride_bj, GATHER_B, EVEN)
+        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+    at = Out + e.to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
+    tl.store(at, acc.to(Out.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+
+
+def pick(a: torch.Tensor, kind: str, pairs: int, experts: int, n: int, m: int) -> Config:
+    """The tiles of a product with n columns: "gate", "plain" or "grad", over m, or "outer", of m rows."""
+    device = facts(a.device)
+    if device.arch == 0:
+        return _INTERPRETED
+    if a.dtype == torch.float32:
+        return FLOAT32[kind]
+    table = (LARGE if device.shared_memory > 200_000 else SMALL)[kind]
+    config = next(config for rows, config in table if rows is None or pairs <= rows * experts)
+    return config if _even(config, kind, n, m) else UNEVEN[kind]
+
+
+def _even(config: Config, kind: str, n: int, m: int) -> bool:
+    """Whether all tiles are whole."""
+    return n % config.block_n == 0 and m % (config.block_m if kind == "outer" else config.block_k) == 0
+
+
+def _meta(a, config):
+    return dict(
+        PRECISION="tf32x3" if a.dtype == torch.float32 else "ieee",
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _product(tensors, kind, act, gather, keep, n, top_k):
+    a, b, order, offsets, _, _, weights, _, _ = tensors
+    pairs, experts, k = order.shape[0], b.shape[0], b.shape[2]
+    config, early = pick(a, kind, pairs, experts, n, k), facts(a.device).arch >= 90
+    meta = _meta(a, config) | dict(
+        KIND=kind,
+        ACT=act,
+        GATHER=gather,
+        KEEP=keep,
+        EVEN=_even(config, kind, n, k),
+        EARLY=early,
+        BINS=max(32, 1 << experts.bit_length()),
+        GROUP=16,
+    )
+    tiles = pairs // config.block_m + min(experts, pairs)
+    steps = (0, 0) if weights is None else weights.stride()
+    scalars = (pairs, n, k, top_k, experts, *a.stride(), *b.stride(), *steps)
+    pdl = {"launch_pdl": True} if early else {}
+    return Launch(_product_kernel, tiles * -(-n // config.block_n), scalars, meta | pdl, config.spill)
+
+
+def _multiply(
+    kind, a, b, order, offsets, out, *, act="none", pre=None, weights=None, scaled=None, dots=None, top_k=0, keep=False
+):
+    """Launch `_product_kernel`. top_k: of the pairs whose tokens' rows A has; 0 if A has rows of pairs."""
+    n = b.shape[1] // (2 if kind == "gate" else 1)
+    tensors = (a, b, order, offsets, out, pre, weights, scaled, dots)
+    top_k, gather = (1 if weights is None else weights.shape[1], False) if top_k == 0 else (top_k, True)
+    remembered(_product, tensors, kind, act, gather, keep, n, top_k)(*tensors)
+
+
+def _outer(tensors, gather_a, gather_b, top_k):
+    a, b, order, offsets, out = tensors
+    experts, m, n = out.shape
+    config = pick(a, "outer", order.shape[0], experts, n, m)
+    even = _even(config, "outer", n, m)
+    meta = _meta(a, config) | dict(GATHER_A=gather_a, GATHER_B=gather_b, EVEN=even, GROUP=8)
+    programs = experts * -(-m // config.block_m) * -(-n // config.block_n)
+    return Launch(_outer_kernel, programs, (m, n, top_k, *a.stride(), *b.stride()), meta, config.spill)
+
+
+def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(out, pre, order, offsets); the contract is in reference.py."""
+    order, offsets, places = order_of(x.indices, x.experts)
+    a = x.x.new_empty(x.pairs, x.w_down.shape[2])
+    y = x.x.new_empty(x.pairs, x.x.shape[1])
+    pre = x.x.new_empty(x.pairs, x.w_gate_up.shape[1]) if keep else None
+    _multiply(
+        "gate", x.x, x.w_gate_up, order, offsets, a, act=o.activation, pre=pre, top_k=x.top_k, keep=keep
+    )  # fmt: skip
+    if pre is not None:
+        clear_dropped(pre, offsets)
+    _multiply("plain", a, x.w_down, order, offsets, y)
+    return combine(y, places, x.top_k, x.weights, offsets=offsets), pre, order, offsets
+
+
+def backward(
+    x: Inputs, o: Options, pre: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, dout: torch.Tensor,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """(dx, dweights, dw_gate_up, dw_down); the contract is in reference.py."""
+    need_x, need_weights, need_gate_up, need_down = needs
+    dx = dweights = dw_gate_up = dw_down = None
+    wide = x.w_down.shape[2]
+    if pre is None:
+        pre = x.x.new_empty(x.pairs, 2 * wide)
+        _multiply("plain", x.x, x.w_gate_up, order, offsets, pre, top_k=x.top_k)
+    places = places_of(order)
+    dh, scaled = x.x.new_empty(x.pairs, 2 * wide), x.x.new_empty(x.pairs, wide)
+    parts = -(-wide // pick(x.x, "grad", x.pairs, x.experts, wide, x.x.shape[1]).block_n)
+    dots = x.x.new_empty(parts, x.pairs, dtype=torch.float32)
+    _multiply(
+        "grad", dout, x.w_down.mT, order, offsets, dh, act=o.activation, pre=pre, weights=x.weights, scaled=scaled,
+        dots=dots, top_k=x.top_k,
+    )  # fmt: skip
+    if need_weights:
+        dweights = at_places(dots, places, offsets, x.weights)
+    if need_down:
+        dw_down = x.w_down.new_empty(x.w_down.shape)
+        tensors = (dout, scaled, order, offsets, dw_down)
+        remembered(_outer, tensors, True, False, x.top_k)(*tensors)
+    if need_gate_up:
+        dw_gate_up = x.w_gate_up.new_empty(x.w_gate_up.shape)
+        tensors = (dh, x.x, order, offsets, dw_gate_up)
+        remembered(_outer, tensors, False, True, x.top_k)(*tensors)
+    if need_x:
+        rows = x.x.new_empty(x.pairs, x.x.shape[1])
+        _multiply("plain", dh, x.w_gate_up.mT, order, offsets, rows)
+        dx = combine(rows, places, x.top_k, offsets=offsets)
+    return dx, dweights, dw_gate_up, dw_down
