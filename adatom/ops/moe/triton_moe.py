@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """moe on any GPU from sm_80 (Triton): products of ragged groups of rows, with gathers and gates fused.
 
-Forward: order of pairs; h = x W^T of gathered rows, whose epilogue is the gate; a V^T; sums of tokens. Backward: dout V,
-whose epilogue writes dh, the weighted a and what the gradients of weights are summed from; dh W and the sums of tokens;
-two products whose sum runs over an expert's rows. Operands have any strides. Rows of dropped pairs are never read.
+Forward: order of pairs; h = x W^T of gathered rows, whose epilogue is the gate; a V^T; sums of tokens. Backward: dout V
+of gathered rows, whose epilogue writes dh, the weighted a, and what gradients of weights are summed from; dh W and sums
+of tokens; two products whose sum runs over an expert's rows. Operands have any strides. Rows of dropped pairs are never
+read.
 """
 
 from typing import NamedTuple
@@ -111,13 +112,13 @@ def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, CO
 
 @triton.jit
 def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs, N, K, top_k, experts, stride_ai,
-                    stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr,
-                    ACT: tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-                    EVEN: tl.constexpr, EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+                    stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr, ACT:
+                    tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+                    EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
+                    tl.constexpr, GROUP: tl.constexpr):
     """Rows of A, or of the tokens of pairs if GATHER, times their expert's matrix B[e]^T.
 
-    "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up, and KEEP: Pre (pairs, 2 N)
+    "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up; KEEP: Pre (pairs, 2 N) is
     both. "grad": it is v; from Pre and the pairs' weights w, Out (pairs, 2 N) gets the gradient of Pre under w v,
     Scaled (pairs, N) w a, Dots (tiles of columns, pairs) the sums of a v over columns.
     """
@@ -194,9 +195,9 @@ def _load_rows(X, Order, p, end, j, n, top_k, stride_i, stride_j, GATHER: tl.con
 
 
 @triton.jit
-def _outer_kernel(A, B, Order, Offsets, Out, M, N, top_k, stride_ai, stride_aj, stride_bi, stride_bj,
-                  GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+def _outer_kernel(A, B, Order, Offsets, Out, M, N, top_k, stride_ai, stride_aj, stride_bi, stride_bj, GATHER_A:
+                  tl.constexpr, GATHER_B: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, BLOCK_M:
+                  tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """Out[e] (M, N): the sum over the rows p of expert e of A[p]^T B[p]; A (rows, M), B (rows, N)."""
     pid = tl.program_id(0)
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)

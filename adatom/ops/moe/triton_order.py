@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from adatom.device import facts
 from adatom.tiles.launch import Launch
+from adatom.tiles.triton import after_previous
 from adatom.tiles.triton_dense import remembered
 
 FEW = 4096  # pairs that one kernel orders
@@ -26,9 +28,11 @@ def _experts_of(Indices, p, pairs, experts):
 
 
 @triton.jit
-def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, ITEMS: tl.constexpr, LOOK: tl.constexpr):
+def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, EARLY: tl.constexpr, ITEMS: tl.constexpr, LOOK:
+                tl.constexpr):
     """Everything, for few pairs. Items are pairs, then bounds: pair p of expert e has the number e * pairs + p, and the
     bound of e the number e * pairs; pairs with numbers below it are counted."""
+    after_previous(EARLY)
     i = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     number = tl.where(i < pairs, _experts_of(Indices, i, pairs, experts) * pairs + i, (i - pairs) * pairs)
     below = tl.zeros([ITEMS, LOOK], tl.int32)
@@ -43,8 +47,9 @@ def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, ITEMS: tl.const
 
 
 @triton.jit
-def _count_kernel(Indices, Counts, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def _count_kernel(Indices, Counts, pairs, experts, EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """Counts (blocks, experts + 1): how many pairs of each block an expert has; in the last column the dropped ones."""
+    after_previous(EARLY)
     block = tl.program_id(0)
     p = block * BLOCK + tl.arange(0, BLOCK)
     counts = tl.histogram(_experts_of(Indices, p, pairs, experts), BINS)
@@ -53,8 +58,9 @@ def _count_kernel(Indices, Counts, pairs, experts, BINS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _sum_kernel(Counts, Totals, blocks, columns, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _sum_kernel(Counts, Totals, blocks, columns, EARLY: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """Counts become sums over the blocks before; Totals (columns,), over all."""
+    after_previous(EARLY)
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.int32)
     for b0 in range(0, blocks, ROWS):
@@ -68,10 +74,11 @@ def _sum_kernel(Counts, Totals, blocks, columns, COLUMNS: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def _place_kernel(Indices, Counts, Totals, Order, Offsets, Places, pairs, experts, BINS: tl.constexpr,
-                  BLOCK: tl.constexpr, LOOK: tl.constexpr):
+def _place_kernel(Indices, Counts, Totals, Order, Offsets, Places, pairs, experts, EARLY: tl.constexpr, BINS:
+                  tl.constexpr, BLOCK: tl.constexpr, LOOK: tl.constexpr):
     """The place of each pair of a block: its expert's first, after those of the blocks before, after those before it
     in the block."""
+    after_previous(EARLY)
     block = tl.program_id(0)
     bin = tl.arange(0, BINS)
     totals = tl.load(Totals + bin, mask=bin <= experts, other=0)
@@ -98,34 +105,33 @@ def _inverse_kernel(Order, Places, pairs, BLOCK: tl.constexpr):
     tl.store(Places + tl.load(Order + i, mask=i < pairs, other=0), i, mask=i < pairs)
 
 
-def _bins(experts):
-    return max(32, 1 << experts.bit_length())  # a power of two, at least experts + 1
+def _meta(tensors, experts=None, **more):
+    early = facts(tensors[0].device).arch >= 90
+    bins = {} if experts is None else {"BINS": max(32, 1 << experts.bit_length())}  # at least experts + 1
+    return {"EARLY": early, "num_warps": 4} | bins | more | ({"launch_pdl": True} if early else {})
 
 
 def _few(tensors, experts):
     pairs = tensors[0].numel()
-    meta = dict(ITEMS=_ITEMS, LOOK=_LOOK, num_warps=4)
+    meta = _meta(tensors, ITEMS=_ITEMS, LOOK=_LOOK)
     return Launch(_few_kernel, -(-(pairs + experts + 1) // _ITEMS), (pairs, experts), meta)
 
 
 def _count(tensors, experts):
     pairs = tensors[0].numel()
-    return Launch(
-        _count_kernel, -(-pairs // _BLOCK), (pairs, experts), dict(BINS=_bins(experts), BLOCK=_BLOCK, num_warps=4)
-    )
+    return Launch(_count_kernel, -(-pairs // _BLOCK), (pairs, experts), _meta(tensors, experts, BLOCK=_BLOCK))
 
 
 def _sum(tensors):
     blocks, columns = tensors[0].shape
-    meta = dict(COLUMNS=_COLUMNS, ROWS=_ROWS, num_warps=4)
+    meta = _meta(tensors, COLUMNS=_COLUMNS, ROWS=_ROWS)
     return Launch(_sum_kernel, -(-columns // _COLUMNS), (blocks, columns), meta)
 
 
 def _place(tensors, experts):
     pairs = tensors[0].numel()
-    return Launch(
-        _place_kernel, -(-pairs // _BLOCK), (pairs, experts), dict(BINS=_bins(experts), BLOCK=_BLOCK, LOOK=16, num_warps=8)
-    )
+    meta = _meta(tensors, experts, BLOCK=_BLOCK, LOOK=16, num_warps=8)
+    return Launch(_place_kernel, -(-pairs // _BLOCK), (pairs, experts), meta)
 
 
 def order(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
