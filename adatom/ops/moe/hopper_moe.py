@@ -9,31 +9,31 @@ from __future__ import annotations
 import torch
 
 from adatom.ops.moe.hopper_outer import outer
-from adatom.ops.moe.hopper_products import ROWS, column_tiles, product
+from adatom.ops.moe.hopper_products import Lines, column_tiles, lines_of, product
 from adatom.ops.moe.problem import Inputs, Options, Tensor
 from adatom.ops.moe.triton_combine import combine
 from adatom.ops.moe.triton_order import order as order_of
 from adatom.ops.moe.triton_order import places_of
-from adatom.ops.moe.triton_rows import at_places, clear_dropped, gather, lines
+from adatom.ops.moe.triton_rows import at_places, clear_dropped, spread
 
 
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(out, pre, order, offsets); the contract is in reference.py."""
     order, offsets, places = order_of(x.indices, x.experts)
-    table = lines(offsets, x.pairs, ROWS)
-    a, pre = _gated(x, o, order, offsets, table, keep)
+    lines = lines_of(offsets, x.pairs)
+    a, pre = _gated(x, o, places, offsets, lines, keep)
     y = x.x.new_empty(x.pairs, x.x.shape[1])
-    product(a, x.w_down, y, table)
+    product(a, x.w_down, y, lines, 1)
     return combine(y, places, x.top_k, x.weights, offsets=offsets), pre, order, offsets
 
 
 def _gated(
-    x: Inputs, o: Options, order: Tensor, offsets: Tensor, table: Tensor, keep: bool
+    x: Inputs, o: Options, places: Tensor, offsets: Tensor, lines: Lines, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """a and, with keep, h of each pair."""
     wide = x.w_down.shape[2]
     a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
-    product(gather(x.x, order, offsets, x.top_k), x.w_gate_up, a, table, act=o.activation, pre=pre)
+    product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)
     if pre is not None:
         clear_dropped(pre, offsets)
     return a, pre
@@ -46,15 +46,15 @@ def backward(
     """(dx, dweights, dw_gate_up, dw_down); the contract is in reference.py."""
     need_x, need_weights, need_gate_up, need_down = needs
     dx = dweights = dw_gate_up = dw_down = None
-    table, places, wide = lines(offsets, x.pairs, ROWS), places_of(order), x.w_down.shape[2]
+    lines, places, wide = lines_of(offsets, x.pairs), places_of(order), x.w_down.shape[2]
     if pre is None:
-        pre = _gated(x, o, order, offsets, table, True)[1]
+        pre = _gated(x, o, places, offsets, lines, True)[1]
     assert pre is not None
     shares, dh = x.x.new_empty(x.pairs, wide), torch.empty_like(pre)
     dots = x.x.new_empty(column_tiles(wide), x.pairs, dtype=torch.float32)
-    douts = gather(dout, order, offsets, x.top_k)
+    douts = spread(dout, places, offsets)
     product(
-        douts, x.w_down, shares, table, act=o.activation, pre=pre, into=dh, order=order,
+        douts, x.w_down, shares, lines, 1, act=o.activation, pre=pre, into=dh, order=order,
         weights=x.weights.contiguous(), dots=dots, cols=True,
     )  # fmt: skip
     if need_down:
@@ -64,9 +64,9 @@ def backward(
         dweights = at_places(dots, places, offsets, x.weights)
     if need_x:
         dy = x.x.new_empty(x.pairs, x.x.shape[1])
-        product(dh, x.w_gate_up, dy, table, cols=True)
+        product(dh, x.w_gate_up, dy, lines, 2, cols=True)
         dx = combine(dy, places, x.top_k, offsets=offsets)
         del dy
     if need_gate_up:
-        dw_gate_up = outer(dh, gather(x.x, order, offsets, x.top_k), offsets)
+        dw_gate_up = outer(dh, spread(x.x, places, offsets), offsets)
     return dx, dweights, dw_gate_up, dw_down

@@ -23,10 +23,10 @@ from adatom.tiles.hopper import (
     release,
     slot,
     tma,
-    warpgroup_mma,
     wait_empty,
     wait_for_previous,
     wait_full,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from adatom.tiles.hopper_gemm import Launch, acc_layout, raster, split_columns
@@ -112,8 +112,9 @@ def _consumer(Out, Offsets, a_s, b_s, c_s, full, empty, M, N, n_tiles, C: gl.con
             buffer.store(pieces[p].to(buffer.dtype))
             fence_async_shared()
             gl.barrier()
-            tma.async_store(Out, [e, i + 64 * C, j + p * PIECE], buffer.reinterpret(Out.dtype, Out.block_type.shape,
-                                                                                   Out.layout))
+            tma.async_store(
+                Out, [e, i + 64 * C, j + p * PIECE], buffer.reinterpret(Out.dtype, Out.block_type.shape, Out.layout)
+            )
     tma.store_wait(0)
 
 
@@ -131,13 +132,17 @@ def _kernel(A, B, Out, Offsets, M, N, n_tiles, BLOCK_N: gl.constexpr, STAGES: gl
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
-    gl.warp_specialize([
-        (_consumer, (Out, Offsets, a_s, b_s, c_s, full, empty, M, N, n_tiles, 0, BLOCK_N, STAGES, PIECE, BUFFERS,
-                     GROUP)),
-        (_consumer, (Out, Offsets, a_s, b_s, c_s, full, empty, M, N, n_tiles, 1, BLOCK_N, STAGES, PIECE, BUFFERS,
-                     GROUP)),
-        (_producer, (A, B, Offsets, a_s, b_s, full, empty, M, N, n_tiles, BLOCK_N, STAGES, GROUP)),
-    ], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (_consumer,
+             (Out, Offsets, a_s, b_s, c_s, full, empty, M, N, n_tiles, 0, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)),
+            (_consumer,
+             (Out, Offsets, a_s, b_s, c_s, full, empty, M, N, n_tiles, 1, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)),
+            (_producer, (A, B, Offsets, a_s, b_s, full, empty, M, N, n_tiles, BLOCK_N, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def _launch(tensors: tuple) -> Launch:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from adatom.device import facts
+from adatom.ops.moe.triton_rows import lines
 from adatom.tiles.hopper import (
     as_box,
     as_matrix,
@@ -32,23 +33,24 @@ from adatom.tiles.hopper_gemm import Launch, acc_layout, activation, multiply, r
 from adatom.tiles.triton_dense import remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
-ROWS = 128  # of a tile
 
 
 class Config(NamedTuple):
-    """How the kernel is tiled: block_n columns of the accumulator, a ring of `stages`, pieces of `piece` columns in
-    `buffers` of each consumer; `group` tiles below each other walked together."""
+    """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
+    `stages`, pieces of `piece` columns in `buffers` of each consumer. paired: steps of k are loaded two at a time, 256
+    bytes of a row of memory."""
 
+    block_m: int
     block_n: int
     stages: int
     piece: int
     buffers: int
-    group: int
+    paired: bool
 
 
-PLAIN = Config(256, 4, 64, 2, 16)
-GATED = Config(256, 4, 64, 2, 16)
-GRADIENT = Config(256, 4, 32, 4, 16)
+PLAIN = Config(64, 256, 4, 64, 2, True)
+GRADIENT = Config(64, 256, 4, 32, 4, True)
+L2_ROWS = 2**23  # bytes
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,13 @@ class Plan:
     KEEP: bool
     GRAD: bool
     COLS: bool
+    BLOCK_M: int
     BLOCK_N: int
     STAGES: int
     PIECE: int
     BUFFERS: int
     GROUP: int
+    PAIRED: bool
 
     @property
     def PARTS(self):
@@ -81,37 +85,69 @@ def _plan(*args):
 
 
 @gluon.jit
-def _tile(t, Lines, N, PLAN: gl.constexpr):
-    """Expert, first row and end of the rows, and first column of tile t; and its number among the columns'."""
+def _tile(t, Lines, n_lines, N, PLAN: gl.constexpr):
+    """Expert, first row and end of the rows, first column, and number among the columns, of tile t."""
     OUT_N: gl.constexpr = PLAN.OUT_N
     GROUP: gl.constexpr = PLAN.GROUP
-    m, n = raster(t, gl.load(Lines), (N + OUT_N - 1) // OUT_N, GROUP)
+    m, n = raster(t, n_lines, (N + OUT_N - 1) // OUT_N, GROUP)
     at = Lines + 4 * (m + 1)
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), n * OUT_N, n
 
 
 @gluon.jit
 def _tiles(Lines, N, PLAN: gl.constexpr):
+    """How many lines there are, and how many tiles."""
     OUT_N: gl.constexpr = PLAN.OUT_N
-    return gl.load(Lines) * ((N + OUT_N - 1) // OUT_N)
+    n_lines = gl.load(Lines)
+    return n_lines, n_lines * ((N + OUT_N - 1) // OUT_N)
 
 
 @gluon.jit
-def _producer(A, B, Lines, a_s, b_s, full, empty, N, k_tiles, PLAN: gl.constexpr):
+def _tell(told, told_full, told_empty, turn, t):
+    """Tell the consumers the number of the next tile."""
+    wait_empty(told_empty, turn, 2)
+    told.index(slot(turn, 2)).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(told_full.index(slot(turn, 2)), count=1)
+
+
+@gluon.jit
+def _hear(told, told_full, told_empty, turn):
+    """The number of the next tile."""
+    wait_full(told_full, turn, 2)
+    t = gl.max(told.index(slot(turn, 2)).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    release(told_empty, turn, 2)
+    return t
+
+
+@gluon.jit
+def _producer(A, B, Lines, Taken, a_s, b_s, told, bars, N, k_tiles, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     PARTS: gl.constexpr = PLAN.PARTS
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
+    full, empty, told_full, told_empty = bars
+    n_lines, n_tiles = _tiles(Lines, N, PLAN)
     n = 0
-    for t in range(gl.program_id(0), _tiles(Lines, N, PLAN), gl.num_programs(0)):
-        e, row, end, column, _ = _tile(t, Lines, N, PLAN)
-        both = row + 64 < end
+    turn = 0
+    t = gl.program_id(0)
+    while t < n_tiles:
+        following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+        _tell(told, told_full, told_empty, turn, t)
+        e, row, end, column, _ = _tile(t, Lines, n_lines, N, PLAN)
+        both = row + BLOCK_M < end
         for k in range(k_tiles):
             wait_empty(empty, n, STAGES)
+            if PLAN.PAIRED:
+                if k % 2 == 0:
+                    wait_empty(empty, n + 1, STAGES)
             i = slot(n, STAGES)
             bar = full.index(i)
-            _expect(bar, both, BYTES, A.block_type.nbytes)
+            if both:
+                mbarrier.expect(bar, BYTES + A.block_type.nbytes)
+            else:
+                mbarrier.expect(bar, BYTES)
             tma.async_load(A, [row, k * 64], bar, a_s.index(2 * i))
-            tma.async_load(A, [row + 64, k * 64], bar, a_s.index(2 * i + 1), both)
+            tma.async_load(A, [row + BLOCK_M, k * 64], bar, a_s.index(2 * i + 1), both)
             for part in gl.static_range(PARTS):
                 box = as_box(B, b_s.index(PARTS * i + part))
                 if PLAN.COLS:
@@ -119,14 +155,9 @@ def _producer(A, B, Lines, a_s, b_s, full, empty, N, k_tiles, PLAN: gl.constexpr
                 else:
                     tma.async_load(B, [e, part * N + column, k * 64], bar, box)
             n += 1
-
-
-@gluon.jit
-def _expect(bar, both, BYTES: gl.constexpr, MORE: gl.constexpr):
-    if both:
-        mbarrier.expect(bar, BYTES + MORE)
-    else:
-        mbarrier.expect(bar, BYTES)
+        turn += 1
+        t = following
+    _tell(told, told_full, told_empty, turn, n_tiles)
 
 
 @gluon.jit
@@ -136,7 +167,7 @@ def _emit(Out, desc, x, row, end, column, N, stride, c_s, C: gl.constexpr, NUMBE
     LANES: gl.constexpr = PLAN.PIECE // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     buffer = c_s.index(C * BUFFERS + NUMBER % BUFFERS)
-    whole = row + 64 <= end
+    whole = row + PLAN.BLOCK_M <= end
     if whole:
         tma.store_wait(BUFFERS - 1)  # what lay there before has left
     else:
@@ -148,17 +179,31 @@ def _emit(Out, desc, x, row, end, column, N, stride, c_s, C: gl.constexpr, NUMBE
     if whole:
         tma.async_store(desc, [row, column], buffer)
     else:
-        i = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        i = row + gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
         j = column + gl.arange(0, PLAN.PIECE, gl.SliceLayout(0, LAYOUT))
         at = Out + (i.to(gl.int64) * stride)[:, None] + j[None, :]
         gl.store(at, buffer.load(LAYOUT), mask=(i < end)[:, None] & (j < N)[None, :])
 
 
 @gluon.jit
-def _piece(Pre, row, end, column, N, stride, PIECE: gl.constexpr):
+def _prefetch(Pre, row, end, column, N, PLAN: gl.constexpr):
+    """Fetch the lines of a tile of what the forward kept to L2."""
+    LINES: gl.constexpr = PLAN.OUT_N // 64
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [4, 1], [1, 0])
+    i = gl.minimum(row + gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT)), end - 1)
+    j = gl.minimum(column + gl.arange(0, LINES, gl.SliceLayout(0, LAYOUT)) * 64, N - 1)
+    lines = Pre + ((i.to(gl.int64) * (2 * N))[:, None] + j[None, :])
+    for half in gl.static_range(2):
+        gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines + half * N],
+                                  dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _piece(Pre, row, end, column, N, stride, PLAN: gl.constexpr):
     """A piece of what the forward kept, in the registers of the accumulator."""
+    PIECE: gl.constexpr = PLAN.PIECE
     LAYOUT: gl.constexpr = acc_layout(PIECE)
-    i = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    i = row + gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
     j = column + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
     mask = (i < end)[:, None] & (j < N)[None, :]
     return gl.load(Pre + (i.to(gl.int64) * stride)[:, None] + j[None, :], mask=mask, other=0.0)
@@ -170,16 +215,17 @@ def _epilogue(acc, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, c_s, r
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
     PIECES: gl.constexpr = PLAN.OUT_N // PIECE
+    ROWS: gl.constexpr = PLAN.BLOCK_M
     if PLAN.GRAD:
         parts = split_columns(acc, PIECES)
-        i = row + gl.arange(0, 64, gl.SliceLayout(1, acc_layout(PIECE)))
+        i = row + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout(PIECE)))
         pair = gl.load(Order + i, mask=i < end, other=0)
         w = gl.load(Weights + pair, mask=i < end, other=0.0).to(gl.float32)[:, None]
-        dots = gl.zeros([64], gl.float32, gl.SliceLayout(1, acc_layout(PIECE)))
+        dots = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, acc_layout(PIECE)))
         for p in gl.static_range(PIECES):
             c = column + p * PIECE
-            gate = _piece(Pre, row, end, c, N, 2 * N, PIECE).to(gl.float32)
-            up = _piece(Pre + N, row, end, c, N, 2 * N, PIECE).to(gl.float32)
+            gate = _piece(Pre, row, end, c, N, 2 * N, PLAN).to(gl.float32)
+            up = _piece(Pre + N, row, end, c, N, 2 * N, PLAN).to(gl.float32)
             value, slope = value_and_slope(gate, ACT)
             a = value * up
             dots += gl.sum(a * parts[p], 1)
@@ -206,39 +252,48 @@ def _epilogue(acc, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, c_s, r
 
 
 @gluon.jit
-def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, full, empty, N, k_tiles,
+def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N, k_tiles,
               pairs, C: gl.constexpr, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     COLS: gl.constexpr = PLAN.COLS
+    full, empty, told_full, told_empty = bars
+    n_lines, n_tiles = _tiles(Lines, N, PLAN)
     n = 0
-    for t in range(gl.program_id(0), _tiles(Lines, N, PLAN), gl.num_programs(0)):
-        _, row, end, column, number = _tile(t, Lines, N, PLAN)
-        row += 64 * C
+    turn = 0
+    t = _hear(told, told_full, told_empty, turn)
+    while t < n_tiles:
+        _, row, end, column, number = _tile(t, Lines, n_lines, N, PLAN)
+        row += BLOCK_M * C
         if row < end:
-            acc = multiply(a_s, b_s, full, empty, n, k_tiles, None, 1, C, 2, False, COLS, 64, BLOCK_N, STAGES)
+            if PLAN.GRAD:
+                _prefetch(Pre, row, end, column, N, PLAN)
+            acc = multiply(a_s, b_s, full, empty, n, k_tiles, None, 1, C, 2, False, COLS, BLOCK_M, BLOCK_N, STAGES)
             _epilogue(acc, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, c_s, row, end, column, number, N,
                       pairs, C, PLAN)
-        else:
+        else:  # keeps pace with the ring: a wait for a later use, by parity, would take an older lap for it
             for k in range(n, n + k_tiles):
                 wait_full(full, k, STAGES)
                 release(empty, k, STAGES)
         n += k_tiles
+        turn += 1
+        t = _hear(told, told_full, told_empty, turn)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["k_tiles", "pairs"])
-def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, N, k_tiles, pairs,
+def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles, pairs,
             ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
-            BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
-            GROUP: gl.constexpr):
+            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
+            BUFFERS: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP, PAIRED)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
@@ -246,26 +301,40 @@ def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, 
     b_parts = gl.allocate_shared_memory(B.dtype, [PARTS * STAGES, SHAPE[1], SHAPE[2]], FLAT)
     b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], FLAT) if GATED else b_parts
     c_s = gl.allocate_shared_memory(OutD.dtype, [2 * BUFFERS] + OutD.block_type.shape, OutD.layout)
-    full = make_barriers(STAGES, 1)
-    empty = make_barriers(STAGES, 2)
+    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = (make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(2, 1), make_barriers(2, 2))
     fence_async_shared()
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
     gl.warp_specialize([
-        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, full, empty, N,
+        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N,
                      k_tiles, pairs, 0, PLAN)),
-        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, full, empty, N,
+        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N,
                      k_tiles, pairs, 1, PLAN)),
-        (_producer, (A, B, Lines, a_s, b_parts, full, empty, N, k_tiles, PLAN)),
+        (_producer, (A, B, Lines, Taken, a_s, b_parts, told, bars, N, k_tiles, PLAN)),
     ], [4, 1], [240, 24])
 
 
-def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: int) -> Launch:
-    a, b, out, *_, order, _, _, lines = tensors
-    device, columns = facts(a.device), out.shape[1]
+def _group(k: int) -> int:
+    """Tiles below each other that are walked together: their rows, of k elements, must stay in L2 beside the stream of
+    matrices."""
+    return max(1, min(16, L2_ROWS // (256 * k)))
+
+
+class Lines(NamedTuple):
+    """Which rows make a tile, as `triton_rows.lines` tells; and (4, 4) int32 zeros: a counter in each row, for the
+    launches that use the table."""
+
+    table: torch.Tensor
+    taken: torch.Tensor
+
+
+def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Launch:
+    a, b, out, *_, table, _ = tensors
+    device, columns, pairs = facts(a.device), out.shape[1], a.shape[0]
     gated = keep or (act != "" and not grad)
-    config = GRADIENT if grad else GATED if gated else PLAIN
+    config = GRADIENT if grad else PLAIN
     out_n = config.block_n // (2 if gated else 1)
     meta = dict(
         ACT=act,
@@ -273,40 +342,48 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
         KEEP=keep,
         GRAD=grad,
         COLS=cols,
+        BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=config.piece,
         BUFFERS=config.buffers,
-        GROUP=config.group,
+        GROUP=_group(a.shape[1]),
+        PAIRED=config.paired,
         num_warps=4,
         launch_pdl=True,
     )
-    result = (64, config.piece)
+    result = (config.block_m, config.piece)
     blocks = {
-        "A": (64, BLOCK_K),
+        "A": (config.block_m, BLOCK_K),
         "B": (BLOCK_K, out_n) if cols else (out_n, BLOCK_K),
         "OutD": result,
         "PreD": result,
         "UpD": result,
     }
-    programs = min((lines.shape[0] - 1) * -(-columns // out_n), device.sms)
-    return Launch(_kernel, programs, (columns, -(-a.shape[1] // BLOCK_K), rows), meta, 0, blocks)
+    programs = min((table.shape[0] - 1) * -(-columns // out_n), device.sms)
+    return Launch(_kernel, programs, (columns, -(-a.shape[1] // BLOCK_K), pairs), meta, 0, blocks)
 
 
 def product(
-    a: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, lines: torch.Tensor, *, act: str = "",
+    a: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, lines: Lines, which: int, *, act: str = "",
     pre: torch.Tensor | None = None, into: torch.Tensor | None = None, order: torch.Tensor | None = None,
     weights: torch.Tensor | None = None, dots: torch.Tensor | None = None, cols: bool = False,
 ) -> None:  # fmt: skip
     """Launch `_kernel`: a (pairs, K) by matrices (experts, columns or twice as many, K), transposed with `cols`.
 
     act: gated, and `pre` (pairs, 2 * columns) kept if given. With `into`, like pre: the gradient of that from `pre`.
+    which: of the counters, one that no other launch takes.
     """
     n, kept = out.shape[1], pre if into is None else into
     halves = (None, None) if kept is None else (kept[:, :n], kept[:, n:])
-    tensors = (a, matrices, out, *halves, out, pre, into, order, weights, dots, lines)
+    tensors = (a, matrices, out, *halves, out, pre, into, order, weights, dots, lines.table, lines.taken[which])
     grad = into is not None
-    remembered(_launch, tensors, act, pre is not None and not grad, grad, cols, a.shape[0])(*tensors)
+    remembered(_launch, tensors, act, pre is not None and not grad, grad, cols)(*tensors)
+
+
+def lines_of(offsets: torch.Tensor, pairs: int) -> Lines:
+    """The tiles' rows for the products of one forward or backward."""
+    return Lines(*lines(offsets, pairs, 2 * PLAIN.block_m))
 
 
 def column_tiles(columns: int) -> int:

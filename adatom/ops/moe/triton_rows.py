@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What products on Hopper need ahead of them (Triton): the rows of x for the pairs, and a table of the experts' tiles."""
+"""What products on Hopper need around them (Triton): rows of x for the pairs, tables of experts' rows, and sums."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from adatom.tiles.triton_dense import remembered
 
 
 @triton.jit
-def _lines_kernel(Offsets, Lines, experts, ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def _lines_kernel(Offsets, Lines, Taken, experts, ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """The lines of one expert."""
     e = tl.program_id(0)
     i = tl.arange(0, BINS)
@@ -19,6 +19,7 @@ def _lines_kernel(Offsets, Lines, experts, ROWS: tl.constexpr, BINS: tl.constexp
     at = 1 + tl.sum(tl.where(i < e, tiles, 0), 0)
     if e == 0:
         tl.store(Lines, tl.sum(tiles, 0))
+        tl.store(Taken + tl.arange(0, 16), tl.zeros([16], tl.int32))
     row = tl.load(Offsets + e)
     end = tl.load(Offsets + e + 1)
     for first in range(0, (end - row + ROWS - 1) // ROWS, BLOCK):
@@ -27,7 +28,7 @@ def _lines_kernel(Offsets, Lines, experts, ROWS: tl.constexpr, BINS: tl.constexp
         mask = row + m * ROWS < end
         tl.store(line, e, mask=mask)
         tl.store(line + 1, row + m * ROWS, mask=mask)
-        tl.store(line + 2, end, mask=mask)
+        tl.store(line + 2, tl.minimum(row + (m + 1) * ROWS, end), mask=mask)
 
 
 def _lines_launch(tensors, rows: int) -> Launch:
@@ -36,44 +37,40 @@ def _lines_launch(tensors, rows: int) -> Launch:
     return Launch(_lines_kernel, experts, (experts,), meta)
 
 
-def lines(offsets: torch.Tensor, pairs: int, rows: int) -> torch.Tensor:
-    """(1 + n, 4) int32: how many lines follow; each is a tile of up to `rows` rows: expert, first row, end of the
-    expert's rows. n is what there may be at most. offsets: (experts + 1,) int32."""
+def lines(offsets: torch.Tensor, pairs: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1 + n, 4) int32: how many lines follow; then for each up to `rows` rows of an expert: the expert, the first row
+    and the end. n is what there may be at most. And (4, 4) int32, zeros. offsets: (experts + 1,) int32."""
     experts = offsets.shape[0] - 1
-    table = offsets.new_empty(1 + pairs // rows + min(experts, pairs), 4)
-    remembered(_lines_launch, (offsets, table), rows)(offsets, table)
-    return table
+    table, taken = offsets.new_empty(1 + pairs // rows + min(experts, pairs), 4), offsets.new_empty(4, 4)
+    remembered(_lines_launch, (offsets, table, taken), rows)(offsets, table, taken)
+    return table, taken
 
 
 @triton.jit
-def _gather_kernel(X, Order, Offsets, Out, pairs, experts, top_k, N, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of X for pairs that have an expert."""
+def _spread_kernel(X, Places, Offsets, Out, experts, top_k, N, stride, BLOCK: tl.constexpr):
+    """Some columns of a token, to each of its pairs that has an expert."""
     blocks = tl.cdiv(N, BLOCK)
-    i = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    mask = i < tl.load(Offsets + experts)
-    row = tl.load(Order + i, mask=mask, other=0) // top_k
-    m = mask[:, None] & (j < N)[None, :]
-    x = tl.load(X + row.to(tl.int64)[:, None] * stride + j[None, :], mask=m)
-    tl.store(Out + i.to(tl.int64)[:, None] * N + j[None, :], x, mask=m)
+    x = tl.load(X + token * stride + j, mask=j < N)
+    end = tl.load(Offsets + experts)
+    for k in range(top_k):
+        place = tl.load(Places + token * top_k + k).to(tl.int64)
+        tl.store(Out + place * N + j, x, mask=(j < N) & (place < end))
 
 
-_ROWS, _BLOCK = 4, 1024
+def _spread_launch(tensors) -> Launch:
+    x, places, offsets, _ = tensors
+    (tokens, n), block = x.shape, min(1024, max(128, triton.next_power_of_2(x.shape[1])))
+    scalars = (offsets.shape[0] - 1, places.shape[0] // tokens, n, x.stride(0))
+    return Launch(_spread_kernel, tokens * triton.cdiv(n, block), scalars, dict(BLOCK=block, num_warps=4))
 
 
-def _gather_launch(tensors, top_k: int) -> Launch:
-    x, order, offsets, out = tensors
-    (pairs, n), block = out.shape, min(_BLOCK, triton.next_power_of_2(x.shape[1]))
-    scalars = (pairs, offsets.shape[0] - 1, top_k, n, x.stride(0))
-    meta = dict(ROWS=_ROWS, BLOCK=block, num_warps=4)
-    return Launch(_gather_kernel, triton.cdiv(pairs, _ROWS) * triton.cdiv(n, block), scalars, meta)
-
-
-def gather(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The rows of x (tokens, columns) of each pair's token, (pairs, columns), in the order of the pairs; rows of dropped
-    pairs are left as they are in memory."""
-    out = x.new_empty(order.shape[0], x.shape[1])
-    remembered(_gather_launch, (x, order, offsets, out), top_k)(x, order, offsets, out)
+def spread(x: torch.Tensor, places: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The row of each pair's token of x (tokens, columns), in the order of the pairs, (pairs, columns); rows of dropped
+    pairs are left as they are in memory. places (pairs,): of triton_order."""
+    out = x.new_empty(places.shape[0], x.shape[1])
+    remembered(_spread_launch, (x, places, offsets, out))(x, places, offsets, out)
     return out
 
 
