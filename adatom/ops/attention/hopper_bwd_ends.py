@@ -6,7 +6,7 @@ import triton.language as tl
 
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.launch import Launch
-from adatom.tiles.triton import after_previous, at, find_sequence, load_tile
+from adatom.tiles.triton import after_previous, at, find_sequence, load_tile, whole
 
 
 @triton.jit
@@ -25,13 +25,15 @@ def _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN: tl.constexpr, BLOCK_
         return b, bh - b * heads, block * BLOCK_M, len_q, tl.cast(0, tl.int64), tl.cast(bh, tl.int64) * len_q
 
 
-@triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
-def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, Cu, stride_ob, stride_oh, stride_om,
-                   stride_gb, stride_gh, stride_gm, heads, len_q, n_m, n_sequences, HEAD_DIM_V: tl.constexpr,
-                   BLOCK_DV: tl.constexpr, D: tl.constexpr, DLSE: tl.constexpr, ORDERED: tl.constexpr,
-                   PLAIN: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr):
+@triton.jit(do_not_specialize=["repeats", "heads", "len_q", "n_m", "n_sequences"])
+def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, Cu, Bias, stride_ob, stride_oh,
+                   stride_om, stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, repeats, heads, len_q,
+                   n_m, n_sequences, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
+                   DLSE: tl.constexpr, ORDERED: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr,
+                   BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
+                   BLOCK_M: tl.constexpr):
     """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ. PLAIN: delta also
-    as lse lies."""
+    as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per query."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     b, h, m0, length, start, row = _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
@@ -45,15 +47,23 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
         tl.store(Turns + pid * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     zeros = tl.arange(0, BLOCK_M * D)
     tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
-    o = load_tile(Out + at(b, h, start, stride_ob, stride_oh, stride_om), b, h, m0, stride_om, length, BLOCK_M,
-                  HEAD_DIM_V, BLOCK_DV, False, False)
-    do = load_tile(DOut + at(b, h, start, stride_gb, stride_gh, stride_gm), b, h, m0, stride_gm, length, BLOCK_M,
-                   HEAD_DIM_V, BLOCK_DV, False, False)
+    o = load_tile(Out + at(b, h, start, stride_ob, stride_oh, stride_om, PIECE), b, h, m0, stride_om, length, BLOCK_M,
+                  HEAD_DIM_V, BLOCK_DV, False, False, PIECE)
+    do = load_tile(DOut + at(b, h, start, stride_gb, stride_gh, stride_gm, PIECE), b, h, m0, stride_gm, length, BLOCK_M,
+                   HEAD_DIM_V, BLOCK_DV, False, False, PIECE)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE:
         delta -= tl.load(DLse + at_q, mask=some, other=0.0)
     lse = tl.load(Lse + at_q, mask=some, other=float("-inf"))
-    tl.store(Rows + at_padded, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    if BIAS:
+        X = Bias + at(b // repeats, h, 0, stride_bb, stride_bh, 0)
+        bias = tl.load(X + (m0 + i).to(tl.int64) * stride_bm, mask=some, other=0)
+        if Bias.dtype.element_ty == tl.uint8:
+            lse = tl.where(bias != 0, lse, float("inf"))
+        else:
+            lse -= bias.to(tl.float32)
+    tl.store(Rows + at_padded, lse if NATURAL else lse * 1.4426950408889634)
     tl.store(Delta + at_padded, delta)
     if PLAIN:
         tl.store(Plain + at_q, delta, mask=some)
@@ -62,7 +72,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
 def _behind_kernel(Sum, DQ, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m, n_sequences, scale,
                    HEAD_DIM: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
-                   BLOCK_M: tl.constexpr):
+                   PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
     """dQ of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
@@ -77,7 +87,7 @@ def _behind_kernel(Sum, DQ, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m,
     x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, 64))
     i = tl.arange(0, 64)[:, None]
     d = col0 + tl.arange(0, 64)[None, :]
-    ptr = DQ + at(b, h, start + m0, stride_b, stride_h, stride_m) + i * stride_m + d
+    ptr = DQ + at(b, h, start + m0, stride_b, stride_h, stride_m, PIECE) + i * whole(stride_m, PIECE) + d
     tl.store(ptr, x.to(DQ.dtype.element_ty), mask=(m0 + i < length) & (d < HEAD_DIM))
 
 
@@ -90,18 +100,20 @@ def ends(
     call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, **meta: bool
 ) -> tuple[Launch, Launch]:
     """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; meta:
-    DLSE, ORDERED and PLAIN of the one before."""
+    DLSE, ORDERED, PLAIN, NATURAL and BIAS of the one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     sizes = (call.heads, call.len_q, n_m, call.batch)
+    strides_o, strides_g, strides_q = (call.strides(x) for x in (out, dout, dq))
     shared = {
-        "D": dim, "VARLEN": call.varlen, "EARLY": True, "BLOCK_M": block_m, "num_warps": 4, "launch_pdl": True
+        "D": dim, "VARLEN": call.varlen, "EARLY": True, "PIECE": call.piece, "BLOCK_M": block_m, "num_warps": 4,
+        "launch_pdl": True,
     }  # fmt: skip
     before = Launch(
-        _before_kernel, n_blocks, (*call.strides(out), *call.strides(dout), *sizes),
+        _before_kernel, n_blocks, (*strides_o, *strides_g, *call.bias_strides[:3], call.repeats, *sizes),
         shared | meta | {"HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"]},
     )  # fmt: skip
     behind = Launch(
-        _behind_kernel, n_blocks * 2, (*call.strides(dq), *sizes, call.scale), shared | {"HEAD_DIM": call.head_dim}
+        _behind_kernel, n_blocks * 2, (*strides_q, *sizes, call.scale), shared | {"HEAD_DIM": call.head_dim}
     )
     return before, behind

@@ -31,6 +31,10 @@ from adatom.tiles.hopper import (
 
 BLOCK_N = gl.constexpr(128)  # keys of a program
 HALF = gl.constexpr(64)  # keys of a consumer; rows and columns of the piece of dQ that it multiplies
+NONE = gl.constexpr(0)  # what a bias depends on
+KEY = gl.constexpr(1)
+QUERY = gl.constexpr(2)
+FULL = gl.constexpr(3)
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,32 @@ class Plan:
     STAGES: int
     RESIDENT: bool
     LATE: bool
+    BIAS: int  # what it depends on
+    BIAS_STAGES: int  # buffers of a full bias, each for PART queries
+    TILES: bool  # the gradient of the bias is stored tile by tile
+    SUMS: bool  # it is summed over queries
 
 
 @gluon.constexpr_function
 def make_plan(*fields):
     return Plan(*fields)
+
+
+@gluon.jit
+def step(m, h, block, begin, blocks, stride):
+    """The next block of queries that a tile visits: (its place in the head, head, number among all blocks).
+
+    All heads that share the keys, from the last to the first, and the blocks of each; the first step is from
+    `before_first`."""
+    new = m == begin
+    m = gl.where(new, begin + blocks, m) - 1
+    return m, h - gl.where(new, 1, 0), block - gl.where(new, stride - blocks + 1, 1)
+
+
+@gluon.jit
+def before_first(hk, first, begin, sharing, stride):
+    """What `step` makes the first visit of."""
+    return begin, hk * sharing + sharing, first + sharing * stride + begin
 
 
 @gluon.jit
@@ -126,15 +151,19 @@ def number_of(number_s, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def producer(Q, K, V, DOut, Lse, Delta, Taken, Order, Lens, tiles, bars, counts, PLAN: gl.constexpr):
+def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, bias_counts, PLAN: gl.constexpr):
     """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, and tells them its number.
     ORDERED: so it does with the first, too: only programs that run have tiles."""
     heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
-    k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s = tiles
+    k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s, bias_s, _ = tiles
+    repeats, bias_b, bias_h = bias_counts
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
-    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _ds_full, _dq_full, _dq_empty = bars
+    PARTS: gl.constexpr = PLAN.PARTS
+    PART: gl.constexpr = BLOCK_M // PARTS
+    BIAS_STAGES: gl.constexpr = PLAN.BIAS_STAGES
+    k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _, _, _, bias_full, bias_empty = bars
     sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)
     n = 0
@@ -152,11 +181,11 @@ def producer(Q, K, V, DOut, Lse, Delta, Taken, Order, Lens, tiles, bars, counts,
         if PLAN.DYNAMIC:
             number_s.store(gl.full([1], t, gl.int32, ONE))
         load_tile(K, b, hk, start_k + n0, 0, k_full.index(0), k_s.index(0))
-        m, h = begin + blocks, hk * sharing + sharing - 1
+        m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
-            m -= 1
+            m, h, block = step(m, h, block, begin, blocks, stride)
             i = slot(n, STAGES)
-            row = (first + (h - hk * sharing) * stride + m) * BLOCK_M
+            row = block * BLOCK_M
             wait_empty(q_empty, n, STAGES)
             load_tile_and_numbers(Q, b, h, start_q + m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i),
                                   lse_s.index(i))
@@ -165,10 +194,15 @@ def producer(Q, K, V, DOut, Lse, Delta, Taken, Order, Lens, tiles, bars, counts,
             wait_empty(do_empty, n, STAGES)
             load_tile_and_numbers(DOut, b, h, start_q + m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                   delta_s.index(i))
+            if PLAN.BIAS == FULL:
+                for part in gl.static_range(PARTS):
+                    use = n * PARTS + part
+                    i_bias = slot(use, BIAS_STAGES)
+                    wait_empty(bias_empty, use, BIAS_STAGES)
+                    for c in gl.static_range(2):
+                        load_tile(Bias, b // repeats * bias_b, h * bias_h, m * BLOCK_M + part * PART, n0 + c * HALF,
+                                  bias_full.index(i_bias), bias_s.index(i_bias * 2 + c))
             n += 1
-            if m == begin:  # the next head that shares the keys
-                m = begin + blocks
-                h -= 1
         turn += 1
         t = following
         if PLAN.DYNAMIC and PLAN.ORDERED:  # not ahead: others wait for the tiles that it takes
@@ -183,8 +217,9 @@ def producer(Q, K, V, DOut, Lse, Delta, Taken, Order, Lens, tiles, bars, counts,
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before."""
     heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
-    _, _, _, _, _, _, _, dq_s, number_s = tiles
-    k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty = bars
+    _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
+    k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
+    sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)
     n = 0
     turn = 0
@@ -199,11 +234,9 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
         index = n0 // BLOCK_N
-        m = begin + blocks
-        block = first + (heads // kv_heads - 1) * stride + m
-        for j in range(blocks * (heads // kv_heads)):
-            m -= 1
-            block -= 1
+        m, h, block = before_first(hk, first, begin, sharing, stride)
+        for j in range(blocks * sharing):
+            m, h, block = step(m, h, block, begin, blocks, stride)
             at = Turns + (block * 2 + C)
             if PLAN.ORDERED:
                 wait_turn(at, gl.where(m < before_begin + before_blocks, index, 0))
@@ -214,9 +247,6 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             if PLAN.ORDERED:
                 pass_turn(at, index + 1)
             n += 1
-            if m == begin:  # the next head
-                m = begin + blocks
-                block -= stride - blocks
         turn += 1
         if PLAN.DYNAMIC:
             wait_full(k_full, turn, 1)

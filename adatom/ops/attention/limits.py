@@ -129,7 +129,7 @@ def _hopper_fwd_slower(p: Problem) -> str | None:
 
 
 def hopper_bwd_any(p: Problem) -> str | None:
-    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, no bias."""
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, what TMA can read."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
@@ -139,8 +139,10 @@ def hopper_bwd_any(p: Problem) -> str | None:
             return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
     if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
-    if p.bias != "none":
-        return "takes no bias"
+    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
+        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
+    if p.bias == "full" and not p.bias_tma:
+        return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
     if not p.tma:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
     return _narrow_values(p)

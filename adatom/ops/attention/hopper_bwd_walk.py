@@ -1,0 +1,336 @@
+"""The consumers of the Hopper backward: they multiply what the producer loads, each for 64 of a tile's 128 keys.
+
+With a full bias, scores take a tile of it that the producer brings along, [queries, keys] in memory and read transposed.
+dS lies transposed back in shared memory, [queries, keys], so that its tiles are also those of the bias's gradient: a
+consumer stores them as they are where each has one owner. That of a bias per key is summed in registers.
+"""
+
+from triton.language.core import PropagateNan
+
+from adatom.ops.attention.hopper_bwd_feed import (
+    BLOCK_N,
+    FULL,
+    HALF,
+    KEY,
+    NONE,
+    before_first,
+    blocks_of,
+    number_of,
+    step,
+    tile_of,
+    tiles_in_all,
+)
+from adatom.tiles.hopper import (
+    LOG2E,
+    as_matrix,
+    clear_rows,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_sync,
+    release,
+    slot,
+    store_rows,
+    store_tile,
+    tanh_of_scores,
+    tma,
+    visible,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
+KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+
+
+@gluon.jit
+def _dq_product(ds_s, n, k_s, C: gl.constexpr, D: gl.constexpr):
+    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 64]: its queries, or, if there are 64, its
+    columns."""
+    dq = gl.zeros([HALF, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    for c in gl.static_range(2):  # the keys of both consumers
+        ds = ds_s.index((n & 1) * 2 + c)
+        k = k_s.index(0).slice(c * HALF, HALF, dim=0)
+        if D == HALF:
+            ds = ds.slice(C * HALF, HALF, dim=0)
+        else:
+            k = k.slice(C * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _add_dq(dq, DQ, block, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
+    """Begin to add piece n, a [64, 64] accumulator, to the sum in memory: as [32, 128], where a thread holds 16 bytes
+    in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp."""
+    _, _, _, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
+    if PLAN.ADDER:
+        mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+    tma.store_wait(0)  # what was added or stored last has left shared memory
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([HALF // 2, 128])
+    dq_s.index(C).store(dq)
+    fence_async_shared()
+    if PLAN.ADDER:
+        mbarrier.arrive(dq_full.index(C), count=1)
+    else:
+        tma.async_atomic_add(DQ, [block * HALF + C * (HALF // 2), 0], dq_s.index(C))
+
+
+@gluon.jit
+def _key_bias(given, b, h, n0, len_k, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of a bias per key, that of the keys n0.., [HALF, 1]."""
+    if PLAN.BIAS == KEY:
+        Bias, strides, _, _, repeats = given
+        stride_b, stride_h, stride_n = strides
+        X = Bias + ((b // repeats).to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + n0.to(gl.int64) * stride_n)
+        key = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+        return gl.load(X + key * stride_n, mask=key < len_k - n0, other=0)[:, None]
+    else:
+        return 0.0
+
+
+@gluon.jit
+def _full_bias(key_bias, bias_s, bias_full, bias_empty, use, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """What is added to the scores: of a full bias, its tile in use number `use` of the ring, as [keys, queries]."""
+    if PLAN.BIAS == FULL:
+        wait_full(bias_full, use, PLAN.BIAS_STAGES)
+        bias = bias_s.index(slot(use, PLAN.BIAS_STAGES) * 2 + C).permute((1, 0)).load(LAYOUT)
+        release(bias_empty, use, PLAN.BIAS_STAGES)
+        return bias
+    else:
+        return key_bias
+
+
+@gluon.jit
+def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
+    """(scores less lse in log2 units, slope of the softcap) from s = k q^T. lse: in log2 units; in natural ones beside
+    a float bias, which may be as large as -1e9: then the difference of the two must be formed first."""
+    if PLAN.SOFTCAP:
+        t = tanh_of_scores(s * (scale / softcap))
+        s = t * (softcap * LOG2E)
+        slope = 1.0 - t * t
+    else:
+        s = s * (scale * LOG2E)
+        slope = 1.0
+    if PLAN.BIAS == KEY or PLAN.BIAS == FULL:
+        if bias.dtype == gl.uint8:
+            s = gl.where(bias != 0, s - lse[None, :], float("-inf"))
+        else:
+            s = s + (bias.to(gl.float32) - lse[None, :]) * LOG2E
+    else:
+        s = s - lse[None, :]
+    return s, slope
+
+
+@gluon.jit
+def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap, C: gl.constexpr, PLAN: gl.constexpr):
+    """dK and dV of a consumer's keys, and its pieces of dQ, over all blocks of queries; also the uses of the rings.
+
+    place: (batch, head of keys, first key, queries, keys, first block, blocks of a head) of `tile_of`. span:
+    `blocks_of`. Comments at waits name the products under way, the eldest first.
+    """
+    D: gl.constexpr = PLAN.D
+    LEFT: gl.constexpr = PLAN.LEFT
+    RIGHT: gl.constexpr = PLAN.RIGHT
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    PARTS: gl.constexpr = PLAN.PARTS
+    STAGES: gl.constexpr = PLAN.STAGES
+    LATE: gl.constexpr = PLAN.LATE
+    BIAS: gl.constexpr = PLAN.BIAS
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    _, _, DBias, Sums, _ = given
+    b, hk, n0, len_q, len_k, first, stride = place
+    begin, whole_begin, whole_end, blocks = span
+    sharing = heads // kv_heads
+    PART: gl.constexpr = BLOCK_M // PARTS
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    EIGHT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    KEYS: gl.constexpr = gl.SliceLayout(1, S)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, S)
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, _, bias_s, ones_s = tiles
+    _, _, _, q_full, q_empty, do_full, do_empty, ds_full, _, _, bias_full, bias_empty = bars
+    k = k_s.index(0).slice(C * HALF, HALF, dim=0)
+    v = v_s.index(0).slice(C * HALF, HALF, dim=0)
+    if PLAN.RESIDENT:
+        k = k.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
+        v = v.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
+    zeros = gl.zeros([HALF, PART], gl.float32, S)
+    sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
+    keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
+    m, h, block = before_first(hk, first, begin, sharing, stride)
+    ragged = n0 + BLOCK_N > len_k
+    for j in range(blocks * sharing):
+        before = block
+        m, h, block = step(m, h, block, begin, blocks, stride)
+        i = slot(n, STAGES)
+        ds_i = ds_s.index((n & 1) * 2 + C)
+        key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
+        wait_full(q_full, n, STAGES)
+        q = q_s.index(i).slice(0, PART, dim=0)
+        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if LATE:  # in the first turn there is nothing to add yet
+            if j > 0:
+                wait_full(ds_full, n - 1, 2)
+            dq = _dq_product(ds_s, n + 1, k_s, C, D)
+        wait_full(do_full, n, STAGES)
+        do = do_s.index(i).slice(0, PART, dim=0)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        for part in gl.static_range(PARTS):
+            lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
+            if part > 0:  # dV, S, dK, dP
+                s, dv = warpgroup_mma_wait(2, deps=(s, dv))
+            elif LATE:  # S, dQ, dP
+                s, dq = warpgroup_mma_wait(1, deps=(s, dq))
+                if j > 0:
+                    _add_dq(dq, DQ, before, n - 1, dq_s, bars, C, PLAN)
+            else:  # S, dP
+                s = warpgroup_mma_wait(1, deps=(s,))
+            bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
+            s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
+            if LEFT or RIGHT or not PLAN.EVEN_N:
+                cut = ragged
+                if RIGHT:
+                    cut |= m < whole_begin
+                if LEFT:
+                    cut |= m >= whole_end
+                if cut:
+                    queries = (m * BLOCK_M + part * PART + gl.arange(0, PART, layout=QUERIES))[None, :]
+                    seen = visible(queries, keys[:, None], len_k - len_q, len_k, left, right, LEFT, RIGHT)
+                    s = gl.where(seen, s, float("-inf"))
+            if BIAS != NONE:  # of -1e9: lse is rounded by more than 1
+                s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
+            p = gl.exp2(s)
+            p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
+            dv = warpgroup_mma(p16, do, dv, is_async=True)
+            delta = delta_s.index(i).slice(part * PART, PART).load(QUERIES)
+            if part + 1 < PARTS:  # dP, dV, S
+                q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
+                s = warpgroup_mma(k, q_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dp = warpgroup_mma_wait(2, deps=(dp,))
+            elif PARTS > 1:  # dK, dP, dV
+                dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
+            else:  # dP, dV
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = p * (dp - delta[None, :])
+            dbias = ds.to(q.dtype)
+            if PLAN.SOFTCAP:
+                ds *= slope
+            ds = ds.to(q.dtype)
+            ds_i.slice(part * PART, PART, dim=0).permute((1, 0)).store(ds)
+            ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+            if PLAN.SUMS:
+                dbias = gl.convert_layout(dbias, gl.DotOperandLayout(0, EIGHT, 2), assert_trivial=True)
+                sums = warpgroup_mma(dbias, ones_s.permute((1, 0)), sums, is_async=True)
+            if part + 1 < PARTS:  # dV, S, dK, dP
+                dk = warpgroup_mma(ds16, q, dk, is_async=True)
+                q = q_next
+                do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
+                dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        fence_async_shared()
+        if LATE:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            mbarrier.arrive(ds_full.index(n & 1), count=1)
+            dv = warpgroup_mma_wait(1, deps=(dv,))
+            release(do_empty, n, STAGES)
+        else:
+            named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
+            dq = _dq_product(ds_s, n, k_s, C, D)
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
+            release(do_empty, n, STAGES)
+            _add_dq(dq, DQ, block, n, dq_s, bars, C, PLAN)
+        if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
+            store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_i)
+        if PLAN.SUMS:
+            dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
+        else:
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+        release(q_empty, n, STAGES)
+        n += 1
+        if PLAN.SUMS:
+            if m == begin:  # the head's last block
+                row = Sums + (b.to(gl.int64) * heads + h) * most_k
+                key = n0 + C * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, EIGHT))
+                gl.store(row + key, gl.sum(sums, 1) * 0.125, mask=key < most_k)
+                sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
+    if LATE:
+        wait_full(ds_full, n - 1, 2)
+        dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s, n + 1, k_s, C, D),))
+        _add_dq(dq, DQ, block, n - 1, dq_s, bars, C, PLAN)
+    return dk, dv, n
+
+
+@gluon.jit
+def _clear_keys(n0, len_k, tiles, C: gl.constexpr):
+    """Zero this consumer's keys and values beyond the last, which may be NaN. All consumers read them later."""
+    k_s, v_s, _, _, _, _, _, _, _, _, _ = tiles
+    keys = len_k - n0 - C * HALF
+    if keys < HALF:
+        clear_rows(k_s.index(0).slice(C * HALF, HALF, dim=0), keys)
+        clear_rows(v_s.index(0).slice(C * HALF, HALF, dim=0), keys)
+
+
+@gluon.jit
+def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.constexpr, DIM: gl.constexpr):
+    """Write the accumulator x to rows of a gradient, by way of a tile of shared memory."""
+    tile.store(x.to(X.dtype))
+    if PLAN.VARLEN:  # the rows after the last are the next sequence's
+        stride_h, stride_n = strides
+        store_rows(Pointer + hk.to(gl.int64) * stride_h, tile, start_k + row, len_k - row, stride_n, DIM)
+    else:
+        fence_async_shared()
+        store_tile(X, b, hk, row, 0, tile)
+
+
+@gluon.jit
+def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap,
+             C: gl.constexpr, PLAN: gl.constexpr):
+    """Multiplies what the producer loads."""
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    D: gl.constexpr = PLAN.D
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROOM: gl.constexpr = 128 // D  # for so many results
+    _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
+    k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
+    stride_kh, stride_kn, stride_vh, stride_vn = strides
+    result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
+    n_tiles = tiles_in_all(Order, counts, PLAN)
+    n = 0
+    turn = 0
+    t = gl.program_id(0)
+    if PLAN.DYNAMIC and PLAN.ORDERED:
+        wait_full(k_full, turn, 1)
+        t = number_of(number_s, 4)
+    while t < n_tiles:
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        span = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        place = (b, hk, n0, len_q, len_k, first, stride)
+        wait_full(k_full, turn, 1)
+        wait_full(v_full, turn, 1)
+        if PLAN.LENS or PLAN.VARLEN:
+            _clear_keys(n0, len_k, tiles, C)
+        dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
+        dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
+        dk, dv, n = _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
+        release(kv_empty, turn, 1)
+        turn += 1
+        if PLAN.ADDER:
+            mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+        tma.store_wait(0)
+        row = n0 + C * HALF
+        _store(DV, DVPtr, (stride_vh, stride_vn), dv, result.index(0), b, hk, start_k, row, len_k, PLAN,
+               PLAN.HEAD_DIM_V)
+        dk *= scale
+        if ROOM == 1:
+            tma.store_wait(0)
+        _store(DK, DKPtr, (stride_kh, stride_kn), dk, result.index(ROOM - 1), b, hk, start_k, row, len_k, PLAN,
+               PLAN.HEAD_DIM)
+        if PLAN.DYNAMIC:
+            wait_full(k_full, turn, 1)
+            t = number_of(number_s, 4)
+        else:
+            t += gl.num_programs(0)
+    tma.store_wait(0)
