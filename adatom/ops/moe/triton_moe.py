@@ -62,6 +62,8 @@ UNEVEN = {
     "grad": Config(64, 32, 32, 4, 3),
     "outer": Config(64, 64, 32, 4, 3, spill=32),
 }
+PIECE = 32  # columns of a gradient's epilogue
+_FETCHED = tl.constexpr(1024)  # elements of a row that a program fetches ahead
 _INTERPRETED = Config(16, 16, 32, 4, 1)
 
 
@@ -84,6 +86,16 @@ def _expert_of(pid, Offsets, experts, columns, BINS: tl.constexpr, BLOCK_M: tl.c
 
 
 @triton.jit
+def _fetch(row, n):
+    """Bring the first n elements, of 2 bytes, of some rows into the L2 cache; n a multiple of 16 (sm_90)."""
+    at = row[:, None] + (n // 2 * tl.arange(0, 2))[None, :]
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, n], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _load_b(ptr, m_j, k, left, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(ptr)
@@ -92,8 +104,15 @@ def _load_b(ptr, m_j, k, left, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, COLUMNS: tl.constexpr):
-    """What "grad" writes of a tile v at (row, j0); returns the sums of a v."""
+def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, PIECE: tl.constexpr):
+    """What "grad" writes of a tile v at (row, j0), PIECE columns at a time for want of registers; returns the sums of
+    a v."""
+    if COLUMNS > PIECE:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = v.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+        dots = _gradients(left, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT, ROWS, HALF, PIECE)
+        return dots + _gradients(right, w, Pre, Out, Scaled, row, i, m_i, j0 + HALF, N, ACT, ROWS, HALF, PIECE)
     j = j0 + tl.arange(0, COLUMNS)
     m = m_i[:, None] & (j < N)[None, :]
     near = i[:, None] * N + j[None, :]
@@ -112,17 +131,20 @@ def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, CO
 
 @triton.jit
 def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs, N, K, top_k, experts, stride_ai,
-                    stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr, ACT:
-                    tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-                    EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
-                    tl.constexpr, GROUP: tl.constexpr):
+                    stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr,
+                    ACT: tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+                    EVEN: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, BINS: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+                    PIECE: tl.constexpr):
     """Rows of A, or of the tokens of pairs if GATHER, times their expert's matrix B[e]^T.
 
-    "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up; KEEP: Pre (pairs, 2 N) is
+    AHEAD: Offsets and B are older than the kernel ahead of this one in the stream: what they say is fetched before that
+    kernel has ended. "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up; KEEP: Pre (pairs, 2 N) is
     both. "grad": it is v; from Pre and the pairs' weights w, Out (pairs, 2 N) gets the gradient of Pre under w v,
     Scaled (pairs, N) w a, Dots (tiles of columns, pairs) the sums of a v over columns.
     """
-    after_previous(EARLY)
+    if not AHEAD:
+        after_previous(EARLY)
     columns = tl.cdiv(N, BLOCK_N)
     e, first, end, tile = _expert_of(tl.program_id(0), Offsets, experts, columns, BINS, BLOCK_M)
     if e < experts:
@@ -135,6 +157,9 @@ def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs
         i = tl.arange(0, BLOCK_M)
         j = column * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
+        if AHEAD:
+            _fetch(B + e.to(tl.int64) * stride_be + j.to(tl.int64) * stride_bj, tl.minimum(K, _FETCHED))
+            after_previous(EARLY)
         m_i = i < end - row
         m_j = j < N
         source = tl.minimum(row + i, end - 1)
@@ -173,13 +198,7 @@ def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs
             pair = tl.load(Order + row + i, mask=m_i, other=0)
             at = Weights + (pair // top_k).to(tl.int64) * stride_wt + (pair % top_k) * stride_wk
             w = tl.load(at, mask=m_i, other=0.0).to(tl.float32)[:, None]
-            if BLOCK_N > 64:  # in halves, for want of registers
-                left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-                dots = _gradients(left, w, Pre, Out, Scaled, row, i, m_i, column * BLOCK_N, N, ACT, BLOCK_N // 2)
-                j0 = column * BLOCK_N + BLOCK_N // 2
-                dots += _gradients(right, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT, BLOCK_N // 2)
-            else:
-                dots = _gradients(acc, w, Pre, Out, Scaled, row, i, m_i, column * BLOCK_N, N, ACT, BLOCK_N)
+            dots = _gradients(acc, w, Pre, Out, Scaled, row, i, m_i, column * BLOCK_N, N, ACT, BLOCK_M, BLOCK_N, PIECE)
             tl.store(Dots + column.to(tl.int64) * pairs + row + i, dots, mask=m_i)
 
 
@@ -258,8 +277,10 @@ def _product(tensors, kind, act, gather, keep, n, top_k):
         KEEP=keep,
         EVEN=_even(config, kind, n, k),
         EARLY=early,
+        AHEAD=early and kind == "plain" and config.block_m == 16 and b.stride(2) == 1 and k % 16 == 0,
         BINS=max(32, 1 << experts.bit_length()),
         GROUP=16,
+        PIECE=PIECE,
     )
     tiles = pairs // config.block_m + min(experts, pairs)
     steps = (0, 0) if weights is None else weights.stride()

@@ -16,8 +16,8 @@ from adatom.tiles.triton import after_previous
 from adatom.tiles.triton_dense import remembered
 
 FEW = 4096  # pairs that one kernel orders
-_ITEMS, _LOOK = 16, 256  # of the one kernel: items of a program, pairs it looks at together
-_BLOCK, _COLUMNS, _ROWS = 256, 16, 128  # of the three: pairs of a block; experts of a program, blocks it adds together
+_ITEMS, _LOOK = 8, 256  # of the one kernel: items of a program, pairs it looks at together
+_BLOCK, _COLUMNS, _ROWS = 256, 8, 512  # of the three: pairs of a block; experts of a program, blocks it adds together
 
 
 @triton.jit
@@ -36,9 +36,12 @@ def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, EARLY: tl.const
     i = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     number = tl.where(i < pairs, _experts_of(Indices, i, pairs, experts) * pairs + i, (i - pairs) * pairs)
     below = tl.zeros([ITEMS, LOOK], tl.int32)
-    for q0 in range(0, pairs, LOOK):
-        q = q0 + tl.arange(0, LOOK)
-        other = tl.where(q < pairs, _experts_of(Indices, q, pairs, experts) * pairs + q, 0x7FFFFFFF)
+    q = tl.arange(0, LOOK)
+    e = _experts_of(Indices, q, pairs, experts)
+    for _ in range(0, pairs, LOOK):
+        other = tl.where(q < pairs, e * pairs + q, 0x7FFFFFFF)
+        q += LOOK
+        e = _experts_of(Indices, q, pairs, experts)  # of the next round, under way while this one is compared
         below += (other[None, :] < number[:, None]).to(tl.int32)
     place = tl.sum(below, 1)
     tl.store(Places + i, place, mask=i < pairs)
@@ -124,13 +127,13 @@ def _count(tensors, experts):
 
 def _sum(tensors):
     blocks, columns = tensors[0].shape
-    meta = _meta(tensors, COLUMNS=_COLUMNS, ROWS=_ROWS)
+    meta = _meta(tensors, COLUMNS=_COLUMNS, ROWS=min(_ROWS, triton.next_power_of_2(blocks)))
     return Launch(_sum_kernel, -(-columns // _COLUMNS), (blocks, columns), meta)
 
 
 def _place(tensors, experts):
     pairs = tensors[0].numel()
-    meta = _meta(tensors, experts, BLOCK=_BLOCK, LOOK=16, num_warps=8)
+    meta = _meta(tensors, experts, BLOCK=_BLOCK, LOOK=32, num_warps=8)
     return Launch(_place_kernel, -(-pairs // _BLOCK), (pairs, experts), meta)
 
 
