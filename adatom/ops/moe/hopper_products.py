@@ -37,20 +37,22 @@ BLOCK_K = 64  # 128 bytes: the widest swizzle
 
 class Config(NamedTuple):
     """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
-    `stages`, pieces of `piece` columns in `buffers` of each consumer. paired: steps of k are loaded two at a time, 256
-    bytes of a row of memory."""
+    `stages`, pieces of `piece` columns in `buffers` of each consumer; `group` tiles below each other walked together.
+    paired: steps of k are loaded two at a time, 256 bytes of a row of memory."""
 
     block_m: int
     block_n: int
     stages: int
     piece: int
     buffers: int
+    group: int
     paired: bool
 
 
-PLAIN = Config(64, 256, 4, 64, 2, True)
-GRADIENT = Config(64, 256, 4, 32, 4, True)
-L2_ROWS = 2**23  # bytes
+MANY = Config(64, 256, 4, 64, 2, 8, False)  # rows of an expert: products take longest
+FEW = Config(64, 256, 4, 64, 2, 4, True)  # reading matrices does
+GRADIENT = Config(64, 256, 4, 32, 4, 8, False)
+_FEW = 256
 
 
 @dataclass(frozen=True)
@@ -316,12 +318,6 @@ def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, 
     ], [4, 1], [240, 24])
 
 
-def _group(k: int) -> int:
-    """Tiles below each other that are walked together: their rows, of k elements, must stay in L2 beside the stream of
-    matrices."""
-    return max(1, min(16, L2_ROWS // (256 * k)))
-
-
 class Lines(NamedTuple):
     """Which rows make a tile, as `triton_rows.lines` tells; and (4, 4) int32 zeros: a counter in each row, for the
     launches that use the table."""
@@ -334,7 +330,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
     a, b, out, *_, table, _ = tensors
     device, columns, pairs = facts(a.device), out.shape[1], a.shape[0]
     gated = keep or (act != "" and not grad)
-    config = GRADIENT if grad else PLAIN
+    config = GRADIENT if grad else FEW if pairs < _FEW * b.shape[0] else MANY
     out_n = config.block_n // (2 if gated else 1)
     meta = dict(
         ACT=act,
@@ -347,7 +343,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
         STAGES=config.stages,
         PIECE=config.piece,
         BUFFERS=config.buffers,
-        GROUP=_group(a.shape[1]),
+        GROUP=config.group,
         PAIRED=config.paired,
         num_warps=4,
         launch_pdl=True,
@@ -383,7 +379,7 @@ def product(
 
 def lines_of(offsets: torch.Tensor, pairs: int) -> Lines:
     """The tiles' rows for the products of one forward or backward."""
-    return Lines(*lines(offsets, pairs, 2 * PLAIN.block_m))
+    return Lines(*lines(offsets, pairs, 2 * MANY.block_m))
 
 
 def column_tiles(columns: int) -> int:
