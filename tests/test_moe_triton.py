@@ -12,9 +12,10 @@ import torch
 
 from adatom.compile import DEVICES
 from adatom.device import Device, pretend
-from adatom.ops.moe import cases
+from adatom.ops.moe import cases, trial
 from adatom.ops.moe.problem import Inputs, Options, problem
 from adatom.registry import choose
+from adatom.tiles.launch import observed
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +48,7 @@ for hidden, top_k in ((24, 3), (130, 9)):
 ROWS = """
 import sys, torch
 from adatom import verify
-from adatom.ops.moe import cases
+from adatom.ops.moe import cases, trial
 from adatom.registry import rows
 mine = [row for row in rows("moe_fwd") + rows("moe_bwd") if row.backend == "triton"]
 for case in cases.SMALL:
@@ -121,4 +122,27 @@ def test_tiles():
             assert few.block_m == 16 < many.block_m, arch
             for kind in ("gate", "plain", "grad", "outer"):
                 assert moe.pick(a, kind, 2**14, 8, 1001, 512) == moe.UNEVEN[kind]
+                assert moe.pick(a, kind, 2**14, 8, 2880, 2880) != moe.UNEVEN[kind]
                 assert moe.pick(a.float(), kind, 2**14, 8, 1024, 512) == moe.FLOAT32[kind]
+
+
+def test_cases_reach_every_configuration():
+    moe = pytest.importorskip("adatom.ops.moe.triton_moe")
+    seen = set()
+
+    def observer(kernel, args, meta, spill):
+        if "BLOCK_K" in meta:
+            blocks = (meta["BLOCK_M"], meta["BLOCK_N"], meta["BLOCK_K"], meta["num_warps"], meta["num_stages"])
+            seen.add((meta.get("KIND", "outer"), moe.Config(*blocks, spill)))
+
+    for arch in (80, 90):
+        for case in cases.COMPILE:
+            with pretend(DEVICES[arch]), observed(observer):
+                _, arguments = trial.blank(case)
+                moe.forward(*arguments["moe_fwd"])
+                moe.backward(*arguments["moe_bwd"])
+    tables = (moe.LARGE, moe.SMALL)
+    every = {(kind, config) for table in tables for kind, rows in table.items() for _, config in rows}
+    for table in (moe.FLOAT32, moe.UNEVEN):
+        every |= set(table.items())
+    assert seen == every

@@ -199,7 +199,10 @@ COMPILE: tuple[Case, ...] = (
     *(_case(f"bf16 {a}", 4096, 512, 256, 16, 4, BF16, a) for a in ("silu", "gelu")),
     _case("bf16 recompute", 4096, 512, 256, 16, 4, BF16, recompute=True),
     _case("f16 silu", 4096, 512, 256, 16, 4, F16),
-    _case("bf16 16 tokens", 16, 512, 256, 16, 4, BF16),
+    *(_case(f"bf16 {n} tokens", n, 512, 256, 16, 4, BF16) for n in (16, 64)),
+    _case("bf16 coarse", 8192, 512, 256, 8, 4, BF16),
+    _case("bf16 384", 8192, 384, 384, 8, 4, BF16),
+    *(_case(f"bf16 {n} tokens 320x192", n, 320, 192, 16, 4, BF16) for n in (16, 4096)),
     _case("bf16 odd", 777, 203, 107, 9, 3, BF16),
     _case("f32 silu", 1024, 256, 128, 8, 2, F32),
 )

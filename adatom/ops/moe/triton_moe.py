@@ -3,8 +3,8 @@
 
 Forward: order of pairs; h = x W^T of gathered rows, whose epilogue is the gate; a V^T; sums of tokens. Backward: dout V
 of gathered rows, whose epilogue writes dh, the weighted a, and what gradients of weights are summed from; dh W and sums
-of tokens; two products whose sum runs over an expert's rows. Operands have any strides. Rows of dropped pairs are never
-read.
+of tokens; two products whose sum runs over an expert's rows, for which rows of x and of dout are copied: loaded through
+the order they cost these products a quarter. Operands have any strides. Rows of dropped pairs are never read.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from adatom.ops.moe.problem import Inputs, Options
 from adatom.ops.moe.triton_combine import combine
 from adatom.ops.moe.triton_order import order as order_of
 from adatom.ops.moe.triton_order import places_of
-from adatom.ops.moe.triton_rows import at_places, clear_dropped
+from adatom.ops.moe.triton_rows import at_places, clear_dropped, spread
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
 from adatom.tiles.triton_dense import remembered, value_and_slope
@@ -36,19 +36,42 @@ class Config(NamedTuple):
     spill: int = 0
 
 
-# By shared memory (over 200 KB, or 99), product, and the most rows that an expert may have on average. The last serves
-# where tiles would not be whole, or rows lie at odd addresses.
+# By shared memory (over 200 KB, or 99), product, and the most rows that an expert may have on average: the first that
+# cuts the product into whole tiles serves.
 LARGE = {
-    "gate": ((8, Config(16, 32, 128, 4, 4)), (64, Config(64, 64, 64, 4, 4)), (None, Config(128, 128, 64, 8, 4))),
-    "plain": ((8, Config(16, 32, 128, 4, 4)), (64, Config(64, 128, 64, 4, 4)), (None, Config(128, 256, 64, 8, 4))),
-    "grad": ((8, Config(16, 32, 128, 4, 4)), (64, Config(64, 128, 64, 4, 4, 64)), (None, Config(128, 128, 64, 8, 4))),
-    "outer": ((None, Config(128, 256, 64, 8, 4)),),
+    "gate": (
+        (8, Config(16, 32, 128, 4, 5)),
+        (8, Config(16, 32, 64, 4, 6)),
+        (32, Config(32, 64, 128, 4, 4)),
+        (None, Config(128, 128, 64, 8, 4)),
+        (None, Config(64, 64, 64, 4, 4)),
+    ),
+    "plain": (
+        (8, Config(16, 64, 128, 4, 4)),
+        (8, Config(16, 64, 64, 4, 6)),
+        (32, Config(32, 64, 128, 4, 4)),
+        (None, Config(128, 256, 64, 8, 4)),
+        (None, Config(128, 128, 64, 4, 3)),
+        (None, Config(128, 64, 64, 4, 4)),
+    ),
+    "grad": (
+        (32, Config(32, 64, 128, 4, 4)),
+        (None, Config(128, 256, 64, 8, 4, spill=64)),
+        (None, Config(128, 128, 64, 8, 4)),
+        (None, Config(64, 64, 64, 4, 4)),
+    ),
+    "outer": (
+        (1024, Config(128, 128, 64, 4, 3)),
+        (None, Config(128, 256, 64, 8, 4)),
+        (None, Config(128, 128, 64, 4, 3)),
+        (None, Config(64, 64, 64, 4, 3)),
+    ),
 }
 SMALL = {
     "gate": ((8, Config(16, 32, 64, 4, 4)), (None, Config(128, 64, 32, 8, 3))),
-    "plain": ((8, Config(16, 64, 64, 4, 4)), (None, Config(128, 128, 32, 8, 3))),
-    "grad": ((8, Config(16, 64, 64, 4, 4)), (None, Config(128, 128, 32, 8, 3))),
-    "outer": ((None, Config(128, 128, 32, 8, 3)),),
+    "plain": ((8, Config(16, 64, 64, 4, 4)), (None, Config(128, 128, 32, 8, 3)), (None, Config(128, 64, 32, 4, 3))),
+    "grad": ((8, Config(16, 64, 64, 4, 4)), (None, Config(128, 128, 32, 8, 3)), (None, Config(128, 64, 32, 8, 3))),
+    "outer": ((None, Config(128, 128, 32, 8, 3)), (None, Config(64, 64, 32, 4, 3))),
 }
 FLOAT32 = {
     "gate": Config(64, 32, 32, 4, 2),
@@ -56,6 +79,7 @@ FLOAT32 = {
     "grad": Config(64, 32, 32, 4, 2),
     "outer": Config(64, 64, 32, 4, 2),
 }
+# where none does
 UNEVEN = {
     "gate": Config(64, 32, 32, 4, 3),
     "plain": Config(64, 64, 32, 4, 3),
@@ -63,7 +87,6 @@ UNEVEN = {
     "outer": Config(64, 64, 32, 4, 3, spill=32),
 }
 PIECE = 32  # columns of a gradient's epilogue
-_FETCHED = tl.constexpr(1024)  # elements of a row that a program fetches ahead
 _INTERPRETED = Config(16, 16, 32, 4, 1)
 
 
@@ -83,16 +106,6 @@ def _expert_of(pid, Offsets, experts, columns, BINS: tl.constexpr, BLOCK_M: tl.c
     mine = bin == e
     tile = pid - tl.sum(tl.where(mine, ends - programs, 0), 0)
     return e, tl.sum(tl.where(mine, first, 0), 0), tl.sum(tl.where(mine, end, 0), 0), tile
-
-
-@triton.jit
-def _fetch(row, n):
-    """Bring the first n elements, of 2 bytes, of some rows into the L2 cache; n a multiple of 16 (sm_90)."""
-    at = row[:, None] + (n // 2 * tl.arange(0, 2))[None, :]
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, n], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -133,18 +146,15 @@ def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, RO
 def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs, N, K, top_k, experts, stride_ai,
                     stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr,
                     ACT: tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-                    EVEN: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, BINS: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-                    PIECE: tl.constexpr):
+                    EVEN: tl.constexpr, EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
     """Rows of A, or of the tokens of pairs if GATHER, times their expert's matrix B[e]^T.
 
-    AHEAD: Offsets and B are older than the kernel ahead of this one in the stream: what they say is fetched before that
-    kernel has ended. "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up; KEEP: Pre (pairs, 2 N) is
+    "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up; KEEP: Pre (pairs, 2 N) is
     both. "grad": it is v; from Pre and the pairs' weights w, Out (pairs, 2 N) gets the gradient of Pre under w v,
     Scaled (pairs, N) w a, Dots (tiles of columns, pairs) the sums of a v over columns.
     """
-    if not AHEAD:
-        after_previous(EARLY)
+    after_previous(EARLY)
     columns = tl.cdiv(N, BLOCK_N)
     e, first, end, tile = _expert_of(tl.program_id(0), Offsets, experts, columns, BINS, BLOCK_M)
     if e < experts:
@@ -157,9 +167,6 @@ def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs
         i = tl.arange(0, BLOCK_M)
         j = column * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        if AHEAD:
-            _fetch(B + e.to(tl.int64) * stride_be + j.to(tl.int64) * stride_bj, tl.minimum(K, _FETCHED))
-            after_previous(EARLY)
         m_i = i < end - row
         m_j = j < N
         source = tl.minimum(row + i, end - 1)
@@ -203,21 +210,20 @@ def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs
 
 
 @triton.jit
-def _load_rows(X, Order, p, end, j, n, top_k, stride_i, stride_j, GATHER: tl.constexpr, EVEN: tl.constexpr):
-    """Columns j of the rows p, or of the tokens of pairs p if GATHER, [rows, columns]; 0 from row `end` on."""
+def _load_rows(X, p, end, j, n, stride_i, stride_j, EVEN: tl.constexpr):
+    """Columns j of the rows p, [rows, columns]; 0 from row `end` on."""
     m = (p < end)[:, None]
     if not EVEN:
         m = m & (j < n)[None, :]
-    if GATHER:
-        p = tl.load(Order + p, mask=p < end, other=0) // top_k
     return tl.load(X + p.to(tl.int64)[:, None] * stride_i + j.to(tl.int64)[None, :] * stride_j, mask=m, other=0.0)
 
 
 @triton.jit
-def _outer_kernel(A, B, Order, Offsets, Out, M, N, top_k, stride_ai, stride_aj, stride_bi, stride_bj, GATHER_A:
-                  tl.constexpr, GATHER_B: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, BLOCK_M:
-                  tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+def _outer_kernel(A, B, Offsets, Out, M, N, stride_ai, stride_aj, stride_bi, stride_bj, PRECISION: tl.constexpr,
+                  EVEN: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """Out[e] (M, N): the sum over the rows p of expert e of A[p]^T B[p]; A (rows, M), B (rows, N)."""
+    after_previous(EARLY)
     pid = tl.program_id(0)
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     e = pid // (rows * columns)
@@ -231,8 +237,8 @@ def _outer_kernel(A, B, Order, Offsets, Out, M, N, top_k, stride_ai, stride_aj, 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for p0 in range(tl.load(Offsets + e), end, BLOCK_K):
         p = p0 + tl.arange(0, BLOCK_K)
-        a = _load_rows(A, Order, p, end, i, M, top_k, stride_ai, stride_aj, GATHER_A, EVEN)
-        b = _load_rows(B, Order, p, end, j, N, top_k, stride_bi, stride_bj, GATHER_B, EVEN)
+        a = _load_rows(A, p, end, i, M, stride_ai, stride_aj, EVEN)
+        b = _load_rows(B, p, end, j, N, stride_bi, stride_bj, EVEN)
         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
     at = Out + e.to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
     tl.store(at, acc.to(Out.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
@@ -246,8 +252,8 @@ def pick(a: torch.Tensor, kind: str, pairs: int, experts: int, n: int, m: int) -
     if a.dtype == torch.float32:
         return FLOAT32[kind]
     table = (LARGE if device.shared_memory > 200_000 else SMALL)[kind]
-    config = next(config for rows, config in table if rows is None or pairs <= rows * experts)
-    return config if _even(config, kind, n, m) else UNEVEN[kind]
+    fit = (config for rows, config in table if rows is None or pairs <= rows * experts)
+    return next((config for config in fit if _even(config, kind, n, m)), UNEVEN[kind])
 
 
 def _even(config: Config, kind: str, n: int, m: int) -> bool:
@@ -277,7 +283,6 @@ def _product(tensors, kind, act, gather, keep, n, top_k):
         KEEP=keep,
         EVEN=_even(config, kind, n, k),
         EARLY=early,
-        AHEAD=early and kind == "plain" and config.block_m == 16 and b.stride(2) == 1 and k % 16 == 0,
         BINS=max(32, 1 << experts.bit_length()),
         GROUP=16,
         PIECE=PIECE,
@@ -299,14 +304,25 @@ def _multiply(
     remembered(_product, tensors, kind, act, gather, keep, n, top_k)(*tensors)
 
 
-def _outer(tensors, gather_a, gather_b, top_k):
-    a, b, order, offsets, out = tensors
+def _outer(tensors):
+    a, b, _, out = tensors
     experts, m, n = out.shape
-    config = pick(a, "outer", order.shape[0], experts, n, m)
-    even = _even(config, "outer", n, m)
-    meta = _meta(a, config) | dict(GATHER_A=gather_a, GATHER_B=gather_b, EVEN=even, GROUP=8)
+    config, early = pick(a, "outer", a.shape[0], experts, n, m), facts(a.device).arch >= 90
+    meta = _meta(a, config) | dict(EVEN=_even(config, "outer", n, m), EARLY=early, GROUP=8)
     programs = experts * -(-m // config.block_m) * -(-n // config.block_n)
-    return Launch(_outer_kernel, programs, (m, n, top_k, *a.stride(), *b.stride()), meta, config.spill)
+    pdl = {"launch_pdl": True} if early else {}
+    return Launch(_outer_kernel, programs, (m, n, *a.stride(), *b.stride()), meta | pdl, config.spill)
+
+
+def _sums(a, b, offsets, like):
+    """The sums over each expert's rows of a^T b, of the shape of `like`."""
+    tensors = (a, b, offsets, like.new_empty(like.shape))
+    remembered(_outer, tensors)(*tensors)
+    return tensors[-1]
+
+
+def _spread(x, places, offsets):
+    return spread(x if x.stride(1) == 1 else x.contiguous(), places, offsets)
 
 
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -346,13 +362,9 @@ def backward(
     if need_weights:
         dweights = at_places(dots, places, offsets, x.weights)
     if need_down:
-        dw_down = x.w_down.new_empty(x.w_down.shape)
-        tensors = (dout, scaled, order, offsets, dw_down)
-        remembered(_outer, tensors, True, False, x.top_k)(*tensors)
+        dw_down = _sums(_spread(dout, places, offsets), scaled, offsets, x.w_down)
     if need_gate_up:
-        dw_gate_up = x.w_gate_up.new_empty(x.w_gate_up.shape)
-        tensors = (dh, x.x, order, offsets, dw_gate_up)
-        remembered(_outer, tensors, False, True, x.top_k)(*tensors)
+        dw_gate_up = _sums(dh, _spread(x.x, places, offsets), offsets, x.w_gate_up)
     if need_x:
         rows = x.x.new_empty(x.pairs, x.x.shape[1])
         _multiply("plain", dh, x.w_gate_up.mT, order, offsets, rows)
