@@ -1,0 +1,72 @@
+"""moe's Triton kernels on a GPU: the order of many pairs, capture, and derivatives of second order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import adatom
+from adatom.ops.moe.problem import inverse_of, plan
+
+pytestmark = pytest.mark.gpu
+
+
+def tensors(cuda, dtype, tokens=300, hidden=128, wide=64, experts=16, top_k=4):
+    """x, weights, indices, w_gate_up, w_down; all but indices require grad, some pairs are dropped."""
+    shapes = ((tokens, hidden), (experts, 2 * wide, hidden), (experts, hidden, wide))
+    x, gate_up, down = ((torch.randn(s, device=cuda) * s[-1] ** -0.5).to(dtype).requires_grad_() for s in shapes)
+    weights = torch.rand(tokens, top_k, device=cuda).requires_grad_()
+    indices = torch.rand(tokens, experts, device=cuda).topk(top_k).indices
+    indices[::7, 1] = -1
+    return x, weights, indices, gate_up, down
+
+
+@pytest.mark.parametrize("experts", [1, 31, 32, 512, 4095])
+@pytest.mark.parametrize("tokens", [1, 511, 512, 513, 40_000])
+def test_order(cuda, tokens, experts):
+    from adatom.ops.moe import triton_order
+
+    for dtype in (torch.int32, torch.int64):
+        indices = torch.randint(-1, experts + 1, (tokens, 8), device=cuda, dtype=dtype)
+        order, offsets, places = triton_order.order(indices, experts)
+        want, bounds = plan(indices, experts)
+        assert torch.equal(order, want) and torch.equal(offsets, bounds)
+        assert torch.equal(places.long(), inverse_of(want)) and torch.equal(triton_order.places_of(order), places)
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_capture(cuda, tokens):
+    """A captured step gives what an eager one gives, bit for bit: nothing waits for the host."""
+    given = tensors(cuda, torch.bfloat16, tokens)
+    wanted = [given[i] for i in (0, 1, 3, 4)]
+
+    def step():
+        out = adatom.moe_routed(*given, backend="triton")
+        return [t.detach() for t in (out, *torch.autograd.grad(out, wanted, torch.ones_like(out)))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(g, e) for g, e in zip(got, want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_second_derivatives(cuda, dtype):
+    """Gradients of a gradient penalty: about what float64 gives."""
+    given = tensors(cuda, dtype)
+
+    def penalty(given):
+        wanted = [given[i] for i in (0, 1, 3, 4)]
+        first = torch.autograd.grad(adatom.moe_routed(*given).sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(g.float().square().sum() for g in first), wanted)
+
+    wide = [t if t.dtype == torch.int64 else t.detach().double().requires_grad_() for t in given]
+    for got, want in zip(penalty(given), penalty(wide)):
+        tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+        assert (got.double() - want).norm() <= tolerance * want.norm()
