@@ -96,7 +96,7 @@ class Launch:
         """The tensor descriptor of x (batch, heads, length[, dim]) for what `blocks` says of it."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        box = [1, 1, block, *(tile_dim(n) for n in x.shape[3:])]
+        box = [1, 1, *block] if isinstance(block, tuple) else [1, 1, block, *(tile_dim(n) for n in x.shape[3:])]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), box)
 
 

@@ -121,6 +121,13 @@ def load_bias(X, i, j, i0, j0, stride_q, stride_k, n_i, n_j, KIND: tl.constexpr,
 
 
 @triton.jit
+def load_bias_block(X, b, h, i0, j0, stride_b, stride_h, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The bias tile [BLOCK_M, BLOCK_N] at query i0, key j0 of slice (b, h), by descriptor of a 4-D bias; slices are
+    shared where a stride is 0."""
+    return X.load([b * (stride_b > 0), h * (stride_h > 0), i0, j0]).reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def store_scores(X, x, i, j, i0, j0, n_i, n_j, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
     """Write x, the tile at query i0, key j0 of a contiguous (n_i, n_j), which X points at, where it exists."""
     ptr = X + tl.cast(i0, tl.int64) * n_j + j0 + (i * n_j + j)
@@ -169,15 +176,24 @@ def visible(i, j, offset, len_k, left, right, LEFT: tl.constexpr, RIGHT: tl.cons
 
 
 @triton.jit
-def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
-    """lse, [BLOCK], in log2 units without a bias: +inf, under which all probabilities are 0, for rows that see nothing
-    or do not exist. EVEN: all rows of the block exist.
+def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+             READY: tl.constexpr = False):
+    """lse, [BLOCK], in log2 units: +inf, under which all probabilities are 0, for rows that see nothing or do not
+    exist. EVEN: all rows of the block exist. READY: an earlier kernel wrote down what this gave it.
+
+    Under a bias of -1e9 lse and scores are rounded by more than 1: there lse is raised by as much, so that no
+    probability exceeds 1.
     """
     lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
-    empty = lse == float("-inf")
+    if READY:
+        return lse if EVEN else tl.where(start + tl.arange(0, BLOCK) >= n, float("inf"), lse)
+    empty = lse == float("-inf") if BIAS == NONE else lse < -1e38
     if not EVEN:  # a bias could make their probabilities overflow
         empty |= start + tl.arange(0, BLOCK) >= n
-    return tl.where(empty, float("inf"), lse) * (LOG2E if BIAS == NONE else 1.0)
+    lse = tl.where(empty, float("inf"), lse)
+    if BIAS != NONE:
+        lse += tl.where(tl.abs(lse) > 1048576.0, tl.abs(lse) * (1.0 / 2097152.0), 0.0)
+    return lse * LOG2E
 
 
 @triton.jit
@@ -187,7 +203,7 @@ def probabilities(raw, lse, bias, i, j, cut, len_k, offset, left, right, scale, 
 
     tanh is that of the softcap, 0 without one. MASK: some tiles are masked, and this one if `cut`.
     """
-    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores and of lse
+    unit: tl.constexpr = LOG2E if BIAS == NONE else 1.0  # of the scores
     if SOFTCAP:
         t = tanh(raw * (scale / softcap))
         s = (softcap * unit) * t
@@ -199,10 +215,7 @@ def probabilities(raw, lse, bias, i, j, cut, len_k, offset, left, right, scale, 
     if MASK:
         if cut:
             s = tl.where(visible(i, j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
-    if BIAS == NONE:
-        return tl.exp2(s - lse), t
-    else:  # under a bias of -1e9, lse is rounded by more than 1
-        return tl.exp2(tl.minimum((s - lse) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)), t
+    return tl.exp2(s * (LOG2E / unit) - lse), t
 
 
 @triton.jit

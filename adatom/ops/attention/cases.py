@@ -28,8 +28,7 @@ class Case(NamedTuple):
         by -1e9, or what float16 has).
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
-    layout: memory order of q, k and v, "bhsd", "bshd", or "apart": rows an odd number of elements apart.
-    magnitude: standard deviation of q, thus of the scores.
+    layout: memory order of q, k, v: "bhsd", "bshd", or "apart", with rows of odd steps. magnitude: deviation of q.
     bias_dtype: dtype of the bias and the sinks; None is that of q. bias_grad: whether a float bias wants its gradient.
     """
 
@@ -452,6 +451,8 @@ GPU: tuple[Case, ...] = (
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
     Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
     Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
+    Case("rows of triangle attention", 32, 4, 4, 500, 520, 32, 32, BF16, bias="1hqk"),
+    Case("rows of triangle attention f32", 16, 4, 4, 384, 384, 32, 32, F32, bias="1hqk"),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
     Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),
     Case("kv_lens causal f32", 5, 4, 4, 256, 256, 64, 64, F32, kv_lens=True, causal=True),

@@ -16,6 +16,7 @@ from adatom.ops.attention.problem import Inputs, Options, empty_like
 from adatom.ops.attention.triton_call import (
     LOW_TILES,
     NO_SPECIALIZE,
+    Blocks,
     Call,
     Config,
     Configs,
@@ -42,6 +43,7 @@ from adatom.tiles.triton import (
     dot,
     keys_of,
     load_bias,
+    load_bias_block,
     load_lse,
     load_row,
     load_tile,
@@ -89,7 +91,7 @@ Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES
 
 KV_CONFIGS: Configs = {
     90: {
-        ("half bias", 32): Config(32, 64, 4, 2, tma=True),
+        ("half bias", 32): Config(64, 64, 4, 3, tma=True),
         ("half packed", 64): Config(32, 64, 4, 2),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(64, 64, 4, 2, tma=True, spill=1024),
@@ -147,7 +149,7 @@ BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {("half", 128): Config(32, 32, 4, 2), ("ha
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DBias,
+def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, Lse2, DQ, DBias,
               stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
               stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_dqb, stride_dqh, stride_dqm,
               stride_bb, stride_bh, stride_bm, stride_bn,
@@ -155,9 +157,9 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
               HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BIAS: tl.constexpr, DBIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, DLSE: tl.constexpr, EVEN_M: tl.constexpr,
-              EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-              PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dQ and delta of a block of queries; also its tiles of an unshared dbias."""
+              EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BIAS_TMA: tl.constexpr,
+              EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dQ, delta and lse as `load_lse` gives it of a block of queries; also its tiles of an unshared dbias."""
     after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
@@ -177,7 +179,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
         K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
         V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
         DOut += at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
-    if BIAS != NONE:
+    if BIAS != NONE and not BIAS_TMA:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     if DBIAS:
         DBias += row * keys
@@ -196,13 +198,17 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
     tl.store(Delta + rows, delta, mask=rows < len_q)
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
     lse = load_lse(Lse, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
+    tl.store(Lse2 + row + rows, lse, mask=rows < len_q)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
         v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
         raw = dot(q, k, None, PRECISION, True)
-        bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+        if BIAS_TMA:
+            bias = load_bias_block(Bias, b // repeats, h, m0, n0, stride_bb, stride_bh, BLOCK_M, BLOCK_N)
+        else:
+            bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
         p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
                              BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
         ds = p * (dot(do, v, None, PRECISION, True) - delta[:, None])
@@ -215,7 +221,7 @@ def _q_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Out, Lse, DOut, DLse, Delta, DQ, DB
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
+def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse2, DOut, Delta, DK, DV, ColSum,
                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                stride_gb, stride_gh, stride_gm, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
                stride_bb, stride_bh, stride_bm, stride_bn,
@@ -223,8 +229,8 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BIAS: tl.constexpr, COLSUM: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr,
-               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-               PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+               EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BIAS_TMA: tl.constexpr,
+               EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dK and dV of a block of keys, summed over the query heads that share them; also the column sums of dS.
 
     Tiles are transposed, keys x queries, so that P^T and dS^T are left operands.
@@ -260,19 +266,22 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
         colsum = tl.zeros((BLOCK_N,), tl.float32)
         Q_h = Q if TMA else Q + at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
         DOut_h = DOut if TMA else DOut + at(b, h, start_q, stride_gb, stride_gh, stride_gm, PIECE)
-        Lse_h = Lse if TMA else Lse + row
+        Lse_h = Lse2 if TMA else Lse2 + row
         Delta_h = Delta if TMA else Delta + row
         Bias_h = Bias
-        if BIAS != NONE:
+        if BIAS != NONE and not BIAS_TMA:
             Bias_h = Bias + at(b // repeats, h, 0, stride_bb, stride_bh, 0)
         for m0 in range(begin, end, BLOCK_M):
             cut = (m0 < whole_begin) | (m0 >= whole_end) | (n0 + BLOCK_N > len_k)
             q = load_tile(Q_h, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
             do = load_tile(DOut_h, b, h, m0, stride_gm, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, TMA, PIECE)
-            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA)
+            lse = load_lse(Lse_h, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, TMA, True)
             delta = load_row(Delta_h, b, h, m0, len_q, BLOCK_M, TMA)
             raw = dot(k, q, None, PRECISION, True)
-            bias = load_bias(Bias_h, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+            if BIAS_TMA:
+                bias = load_bias_block(Bias, b // repeats, h, m0, n0, stride_bb, stride_bh, BLOCK_M, BLOCK_N).T
+            else:
+                bias = load_bias(Bias_h, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
             p, t = probabilities(raw, lse[None, :], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale,
                                  softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
             dp = dot(v, do, None, PRECISION, True)
@@ -291,14 +300,14 @@ def _kv_kernel(Q, K, V, Bias, Lens, CuQ, CuK, Lse, DOut, Delta, DK, DV, ColSum,
 
 
 @triton.jit
-def _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
+def _rows(Lse2, Delta, b, h, heads, len_q, m0, BIAS: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr):
     row = (tl.cast(b, tl.int64) * heads + h) * len_q
-    lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
+    lse = load_lse(Lse2 + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False, True)
     return lse, load_row(Delta + row, b, h, m0, len_q, BLOCK_M, False)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE + ["bias_batch", "bias_heads", "parts"])
-def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
+def _bias_kernel(Q, K, V, Bias, Lens, Lse2, DOut, Delta, DBias,
                  stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                  stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, stride_bn, bias_batch,
                  bias_heads, parts, heads, kv_heads, repeats, n_heads, group, len_q, len_k, left, right, scale, softcap,
@@ -331,11 +340,11 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, Delta, DBias,
     first = part * share
     last = tl.minimum(first + share, shared) - 1
     b, h = sharer(tl.minimum(first, last), piece, heads, repeats, bias_heads, SHARED_HEADS)
-    lse, delta = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
+    lse, delta = _rows(Lse2, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
     for r in range(first, last + 1):
         # no product depends on the rows, so Triton would not load them ahead
         b, h = sharer(tl.minimum(r + 1, last), piece, heads, repeats, bias_heads, SHARED_HEADS)
-        next_rows = _rows(Lse, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
+        next_rows = _rows(Lse2, Delta, b, h, heads, len_q, m0, BIAS, EVEN_M, BLOCK_M)
         b, h = sharer(r, piece, heads, repeats, bias_heads, SHARED_HEADS)
         hk = h // (heads // kv_heads)
         n_keys = len_k
@@ -371,23 +380,26 @@ def _q_launch(
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.strides(dout),
         *call.strides(dq), *call.bias_strides, *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, DBIAS=dbias, DLSE=dlse, TMA=tma)
+    meta = call.constexprs(config, DBIAS=dbias, DLSE=dlse, TMA=tma, BIAS_TMA=(bias_tma := call.bias_by_tma(tma)))
     m, n = config.block_m, config.block_n
-    blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}
+    blocks: Blocks = {"Q": m, "DOut": m, "K": n, "V": n} if tma else {}
+    if bias_tma:
+        blocks["Bias"] = (m, n)
     return Launch(_q_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
 
 
 def _q_pass(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     dbias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """dq, delta, and an unshared dbias if wanted."""
-    dq, delta, tiles = empty_like(x.q), empty_like(lse), bias_tiles(x, o, dbias)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dq, delta, lse in log2 units for the other passes, and an unshared dbias if wanted."""
+    dq, delta, lse2, tiles = empty_like(x.q), empty_like(lse), empty_like(lse), bias_tiles(x, o, dbias)
     launch = remembered(x, "bwd_q", lambda: _q_launch(x, o, out, dout, dq, dlse is not None, dbias))
     launch(
-        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse, delta, dq, tiles
+        x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse, delta, lse2,
+        dq, tiles,
     )  # fmt: skip
-    return dq, delta, tiles
+    return dq, delta, lse2, tiles
 
 
 def _kv_launch(x: Inputs, o: Options, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, colsum: bool) -> Launch:
@@ -398,18 +410,20 @@ def _kv_launch(x: Inputs, o: Options, dout: torch.Tensor, dk: torch.Tensor, dv: 
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(dk),
         *call.strides(dv), *call.bias_strides, *call.counts(kv=True), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, COLSUM=colsum, TMA=tma)
-    blocks = dict.fromkeys(("Q", "DOut", "Lse", "Delta"), config.block_m) if tma else {}
+    meta = call.constexprs(config, COLSUM=colsum, TMA=tma, BIAS_TMA=(bias_tma := call.bias_by_tma(tma)))
+    blocks: Blocks = dict.fromkeys(("Q", "DOut", "Lse2", "Delta"), config.block_m) if tma else {}
+    if bias_tma:
+        blocks["Bias"] = (config.block_m, config.block_n)
     return Launch(_kv_kernel, call.programs(call.len_k, config.block_n, kv=True), scalars, meta, config.spill, blocks)
 
 
 def _kv_pass(
-    x: Inputs, o: Options, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool
+    x: Inputs, o: Options, lse2: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor, colsum: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dk, dv and the column sums of dS."""
     dk, dv, sums = empty_like(x.k), empty_like(x.v), column_sums(x, colsum)
     launch = remembered(x, "bwd_kv", lambda: _kv_launch(x, o, dout, dk, dv, colsum))
-    launch(x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, lse, dout, delta, dk, dv, sums)
+    launch(x.q, x.k, x.v, x.bias, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, lse2, dout, delta, dk, dv, sums)
     return dk, dv, sums
 
 
@@ -430,13 +444,13 @@ def _bias_launch(x: Inputs, o: Options, dout: torch.Tensor, bias: torch.Tensor) 
 
 
 def _bias_pass(
-    x: Inputs, o: Options, bias: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor
+    x: Inputs, o: Options, bias: torch.Tensor, lse2: torch.Tensor, dout: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor:
     """dbias of a full bias that several (batch, head) share."""
     launch = remembered(x, "bwd_bias", lambda: _bias_launch(x, o, dout, bias))
     if not x.q.numel():
         return torch.zeros_like(bias)
-    return sum_of_parts(launch, bias, x.q, x.k, x.v, bias, x.kv_lens, lse, dout, delta)
+    return sum_of_parts(launch, bias, x.q, x.k, x.v, bias, x.kv_lens, lse2, dout, delta)
 
 
 def backward(
@@ -446,10 +460,10 @@ def backward(
     """dq, dk, dv, dbias (if wanted), dsinks, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
     kind, shared = bias_grad(x, wanted)
-    dq, delta, dbias = _q_pass(x, o, out, lse, dout, dlse, kind == FULL.value and not shared)
-    dk, dv, colsum = _kv_pass(x, o, lse, dout, delta, kind == KEY.value)
+    dq, delta, lse2, dbias = _q_pass(x, o, out, lse, dout, dlse, kind == FULL.value and not shared)
+    dk, dv, colsum = _kv_pass(x, o, lse2, dout, delta, kind == KEY.value)
     if shared:
-        dbias = _bias_pass(x, o, x.bias, lse, dout, delta)  # type: ignore[arg-type]
+        dbias = _bias_pass(x, o, x.bias, lse2, dout, delta)  # type: ignore[arg-type]
     elif kind == KEY.value:
         dbias = reduce_to(colsum, x.bias)  # type: ignore[arg-type]
     elif kind == QUERY.value:

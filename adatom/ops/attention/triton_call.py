@@ -37,6 +37,7 @@ class Config(NamedTuple):
 # numbers that vary freely
 NO_SPECIALIZE = ["heads", "kv_heads", "repeats", "n_heads", "group", "left", "right", "len_q", "len_k"]
 Configs = dict[int, dict[tuple[str, int], Config]]
+Blocks = dict[str, int | tuple[int, int]]  # what a Launch reads by descriptor
 _INTERPRETED = Config(16, 16, 4, 1)
 # float32 on sm_100: tiles too low for its matrix unit, whose memory the parts of larger ones overflow (the compiler
 # then makes a kernel of one trap; `adatom compile` tells)
@@ -224,7 +225,7 @@ class Call:
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Batch, head and length strides; packed tensors have no batch stride."""
-        strides = (0, x.stride(1), x.stride(0)) if self.varlen else x.stride()[:3]
+        strides = (0, x.stride(1), x.stride(0)) if self.varlen else (x.stride(0), x.stride(1), x.stride(2))
         if any(stride % self.piece for stride in strides):
             self.piece = 1
         return strides
@@ -246,6 +247,19 @@ class Call:
                 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
                 for x in tensors
             )
+        )
+
+    def bias_by_tma(self, tma: bool) -> bool:
+        """Whether to read the bias by descriptor too, where the operands are: a full one, laid out for it."""
+        bias = self.x.bias
+        return (
+            tma
+            and bias is not None
+            and self.meta["BIAS"] == 3
+            and bias.is_floating_point()
+            and bias.data_ptr() % 16 == 0
+            and bias.stride(3) == 1
+            and all(s > 0 and s * bias.element_size() % 16 == 0 for s in bias.stride()[:3])
         )
 
 

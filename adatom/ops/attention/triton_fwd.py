@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
-from adatom.ops.attention.triton_call import LOW_TILES, Call, Config, pick, remembered
+from adatom.ops.attention.triton_call import LOW_TILES, Blocks, Call, Config, pick, remembered
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LN2,
@@ -20,6 +20,7 @@ from adatom.tiles.triton import (
     dot,
     keys_of,
     load_bias,
+    load_bias_block,
     load_tile,
     locate,
     row_at,
@@ -32,7 +33,7 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 3, registers=96),
+        ("half bias", 32): Config(64, 64, 4, 3, tma=True, registers=96),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half bias", 128): Config(128, 64, 8, 3),
         ("half", 128): Config(128, 64, 4, 2, tma=True),
@@ -85,7 +86,8 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
                 BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SINKS: tl.constexpr, LENS: tl.constexpr, VARLEN: tl.constexpr, ALIGNED: tl.constexpr,
                 EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                BIAS_TMA: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
@@ -101,7 +103,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
         Q += at(b, h, start_q, stride_qb, stride_qh, stride_qm, PIECE)
         K += at(b, hk, start_k, stride_kb, stride_kh, stride_kn, PIECE)
         V += at(b, hk, start_k, stride_vb, stride_vh, stride_vn, PIECE)
-    if BIAS != NONE:
+    if BIAS != NONE and not BIAS_TMA:
         Bias += at(b // repeats, h, 0, stride_bb, stride_bh, 0)
     m0 = tile * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
@@ -121,7 +123,10 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
 
     unit = scale * LOG2E
     for n0 in range(begin, end, BLOCK_N):
-        bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
+        if BIAS_TMA:
+            bias = load_bias_block(Bias, b // repeats, h, m0, n0, stride_bb, stride_bh, BLOCK_M, BLOCK_N)
+        else:
+            bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
         k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
         s = dot(q, k, None, PRECISION, True)
         if not FOLD:
@@ -168,8 +173,12 @@ def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
         *call.counts(), call.scale, o.softcap,
     )  # fmt: skip
-    meta = call.constexprs(config, FOLD=o.scale > 0 and not call.generic, SINKS=x.sinks is not None, TMA=tma)
-    blocks = {"Q": config.block_m, "K": config.block_n, "V": config.block_n} if tma else {}
+    bias_tma = call.bias_by_tma(tma)
+    fold = o.scale > 0 and not call.generic
+    meta = call.constexprs(config, FOLD=fold, SINKS=x.sinks is not None, TMA=tma, BIAS_TMA=bias_tma)
+    blocks: Blocks = {"Q": config.block_m, "K": config.block_n, "V": config.block_n} if tma else {}
+    if bias_tma:
+        blocks["Bias"] = (config.block_m, config.block_n)
     return Launch(_fwd_kernel, call.programs(call.len_q, config.block_m), scalars, meta, config.spill, blocks)
 
 

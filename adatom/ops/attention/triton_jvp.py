@@ -127,7 +127,7 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     l = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
         sink = tl.load(Sinks + h).to(tl.float32)
-        p_sink = tl.exp2(sink * LOG2E - lse) if BIAS == NONE else tl.exp2((sink - lse) * LOG2E)
+        p_sink = tl.exp2(sink * LOG2E - lse)
         l += p_sink
         if DDSINKS:
             of_sink = p_sink * tl.load(DDSinks + h).to(tl.float32)
