@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from adatom.ops.moe.hopper_outer import outer
-from adatom.ops.moe.hopper_products import Lines, column_tiles, lines_of, product
+from adatom.ops.moe.hopper_products import column_tiles, lines_of, product
 from adatom.ops.moe.problem import Inputs, Options, Tensor
 from adatom.ops.moe.triton_combine import combine
 from adatom.ops.moe.triton_order import order as order_of
@@ -21,22 +21,14 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, T
     """(out, pre, order, offsets); the contract is in reference.py."""
     order, offsets, places = order_of(x.indices, x.experts)
     lines = lines_of(offsets, x.pairs)
-    a, pre = _gated(x, o, places, offsets, lines, keep)
-    y = x.x.new_empty(x.pairs, x.x.shape[1])
-    product(a, x.w_down, y, lines, 1)
-    return combine(y, places, x.top_k, x.weights, offsets=offsets), pre, order, offsets
-
-
-def _gated(
-    x: Inputs, o: Options, places: Tensor, offsets: Tensor, lines: Lines, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """a and, with keep, h of each pair."""
     wide = x.w_down.shape[2]
     a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
     product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)
     if pre is not None:
         clear_dropped(pre, offsets)
-    return a, pre
+    y = x.x.new_empty(x.pairs, x.x.shape[1])
+    product(a, x.w_down, y, lines, 1)
+    return combine(y, places, x.top_k, x.weights, offsets=offsets), pre, order, offsets
 
 
 def backward(
@@ -48,8 +40,8 @@ def backward(
     dx = dweights = dw_gate_up = dw_down = None
     lines, places, wide = lines_of(offsets, x.pairs), places_of(order), x.w_down.shape[2]
     if pre is None:
-        pre = _gated(x, o, places, offsets, lines, True)[1]
-    assert pre is not None
+        pre = x.x.new_empty(x.pairs, 2 * wide)
+        product(spread(x.x, places, offsets), x.w_gate_up, pre, lines, 0)
     shares, dh = x.x.new_empty(x.pairs, wide), torch.empty_like(pre)
     dots = x.x.new_empty(column_tiles(wide), x.pairs, dtype=torch.float32)
     douts = spread(dout, places, offsets)

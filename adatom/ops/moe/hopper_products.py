@@ -309,6 +309,7 @@ def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, 
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
+    N = N // 8 * 8  # as it is: the compiler learns that 16 bytes of a row lie together
     gl.warp_specialize([
         (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N,
                      k_tiles, pairs, 0, PLAN)),
