@@ -1,5 +1,10 @@
 """What a materials scientist would check of the potential that ships: symmetries, derivatives, smoothness, dynamics."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -163,10 +168,10 @@ def test_the_plain_model_is_the_same_model(model):
 def test_harmonics_multiply_to_legendre_polynomials():
     u, w = torch.nn.functional.normalize(torch.randn(2, 50, 3, dtype=F64), dim=-1)
     cos = (u * w).sum(-1)
-    first, second = ((a * b).sum(-1) for a, b in zip(harmonics(u, 2), harmonics(w, 2)))
-    close(first, cos)
-    close(second, (3 * cos**2 - 1) / 2)
-    assert all((a == 0).all() for a in harmonics(torch.zeros(3), 2))
+    product = harmonics(u, 2) * harmonics(w, 2)
+    close(product[:, :3].sum(-1), cos)
+    close(product[:, 3:].sum(-1), (3 * cos**2 - 1) / 2)
+    assert (harmonics(u, 1) == u).all() and (harmonics(torch.zeros(3), 2) == 0).all()
 
 
 @pytest.mark.parametrize("mirror", [1, -1])
@@ -288,3 +293,79 @@ def test_energy_is_conserved_without_a_thermostat(model):
         drifts.append(max(total) - min(total))
     kinetic = float((masses * v**2).sum()) / 2 / acceleration
     assert drifts[0] < 0.05 * max(kinetic, 0.1) and drifts[1] < drifts[0] / 2.5
+
+
+# The kernels around attention -----------------------------------------------------------------------------------------
+
+FUSED = """
+import sys, torch
+from adatom.potential import parts
+
+def derivatives(fused, scalars, degree, heads):
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, sum(heads), scalars + degree, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(3, 5, degree * (degree + 2), dtype=torch.float64, requires_grad=True)
+    reverse = torch.tensor([1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 14, 13, 12])
+    takes = parts.fuses
+    parts.fuses = takes if fused else lambda x: False
+    q, *kv = parts.turn(x, y, scalars, heads)
+    out = torch.tanh(q) * 1.5 + sum(t.sum(1, keepdim=True) for t in kv)
+    rows = parts.seen(out, y, scalars).flatten(2).flatten(0, 1)
+    z = parts.swap(0.3 * rows, reverse, rows.sin())
+    energy = (parts.silu(z.T).T * (1 + parts.swap(z, reverse))).sum()
+    first = torch.autograd.grad(energy, (x, y), create_graph=True)
+    second = torch.autograd.grad(sum((g**3).sum() for g in first), (x, y))
+    parts.fuses = takes
+    return energy, *first, *second
+
+assert parts.fuses(torch.ones(1)) and not parts.fuses(torch.ones(1).half())
+for options in ((5, 1, (4, 2, 2)), (8, 2, (6, 3, 3)), (3, 1, (1, 1, 1))):
+    for a, b in zip(derivatives(True, *options), derivatives(False, *options)):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+"""
+
+
+def test_kernels_and_their_two_derivatives_are_those_of_pytorch():
+    """In Triton's interpreter, in a process of its own."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", FUSED]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_parts_fit_a_compiler_without_a_gpu():
+    """Every kernel around attention, for sm_90: nothing is spilled."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+COMPILED = """
+import torch
+from adatom import compile, device
+from adatom.potential import parts
+from adatom.tiles.launch import observed
+
+met = {}
+
+def observe(kernel, args, meta, spill):
+    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+    key = kernel.fn.__name__, tuple(sorted((k, v) for k, v in meta.items() if k != "num_warps"))
+    met.setdefault(key, (kernel, args, meta))
+
+with device.pretend(compile.DEVICES[90]), observed(observe):
+    x, y = torch.zeros(4, 64, 24, 6, requires_grad=True), torch.zeros(4, 64, 3, requires_grad=True)
+    q, k, v = parts.turn(x, y, 5, (16, 4, 4))
+    rows = parts.seen(q * 1, y, 5).flatten(2).flatten(0, 1)
+    z = parts.silu(parts.swap(rows, torch.arange(256), rows))
+    first = torch.autograd.grad(z.sum() + (k * v).sum(), (x, y), create_graph=True)
+    torch.autograd.grad(sum(g.square().sum() for g in first), (x, y))
+assert {name for name, _ in met} == {"_turn_kernel", "_silu_kernel", "_swap_kernel"} and len(met) >= 10
+for kernel, args, meta in met.values():
+    with compile.offline(90):
+        compiled = kernel.warmup(*args, grid=(1,), **meta)
+    assert compile.read_cubin(compiled.asm["cubin"])["spill"] == 0, meta
+"""

@@ -11,7 +11,7 @@ learns invariance instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import adatom
 from adatom.potential.graph import Graph
+from adatom.potential.parts import seen, silu, swap, turn
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -42,29 +43,21 @@ def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, lens: Tensor) -> Tensor
         return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(hidden, -torch.inf), enable_gqa=True)
 
 
-class _Swap(torch.autograd.Function):
-    """x[reverse], rows (rows, ...) put where their opposites are: its own inverse and its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reverse: Tensor) -> Tensor:
-        ctx.reverse = reverse
-        return x.index_select(0, reverse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Swap.apply(grads[0], ctx.reverse), None
-
-
-def swap(x: Tensor, g: Graph) -> Tensor:
-    """x (atoms, slots, ...) with the values of each pair exchanged between its two ends."""
-    return _Swap.apply(x.flatten(0, 1), g.reverse.flatten()).view_as(x)
-
-
-def harmonics(u: Tensor, degree: int) -> list[Tensor]:
-    """Of directions u (..., 3), for l = 1 to `degree` (at most 2): (..., 2 l + 1) with y(u) . y(w) = P_l(u . w)."""
+def harmonics(u: Tensor, degree: int) -> Tensor:
+    """Of directions u (..., 3), for l = 1 to `degree` (at most 2), 2 l + 1 numbers with y(u) . y(w) = P_l(u . w)."""
+    if degree == 1:
+        return u
     x, y, z = u.unbind(-1)
     second = (x * y, y * z, z * x, (x * x - y * y) / 2, (2 * z * z - x * x - y * y) / 12**0.5)
-    return [u, torch.stack(second, -1) * 3**0.5][:degree]
+    return torch.cat([u, torch.stack(second, -1) * 3**0.5], -1)
+
+
+class Silu(nn.Module):
+    """silu."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        return silu(x)
 
 
 class Block(nn.Module):
@@ -82,21 +75,17 @@ class Block(nn.Module):
         self.near, self.far = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.mix = nn.Linear(width, width)
 
-    def turn(self, x: Tensor, heads: int, y: list[Tensor]) -> Tensor:
-        """(atoms, heads, slots, head_dim) of x (atoms, slots, heads * (scalars + degree))."""
-        plain, *amplitudes = x.unflatten(-1, (heads, -1)).split([self.scalars] + [1] * len(y), -1)
-        return torch.cat([plain, *(a * b[:, :, None] for a, b in zip(amplitudes, y))], -1).transpose(1, 2)
-
-    def forward(self, h: Tensor, y: list[Tensor], radial: Tensor, falloff: Tensor, g: Graph, attend: Attend) -> Tensor:
+    def forward(self, h: Tensor, y: Tensor, radial: Tensor, falloff: Tensor, g: Graph, attend: Attend) -> Tensor:
         """h (atoms, slots, width), radial (atoms, slots, n), falloff (atoms, 1, slots) and y of `harmonics`."""
-        q = self.turn(self.q(h), self.heads, y)
-        k, v = self.turn(self.kv(h), 2 * self.kv_heads, y).chunk(2, 1)
+        weight, offset = torch.cat([self.q.weight, self.kv.weight]), torch.cat([self.q.bias, self.kv.bias])
+        heads = self.heads, self.kv_heads, self.kv_heads
+        x = F.linear(h, weight, offset).unflatten(-1, (sum(heads), -1))
+        q, k, v = turn(x, y, self.scalars, heads)
         bias = self.bias @ radial.mT + falloff
-        out = attend(q, k, v, bias[:, :, None], g.counts).transpose(1, 2)
-        plain, *turned = out.split([self.scalars, *(b.shape[-1] for b in y)], -1)
-        seen = [(a * b[:, :, None]).sum(-1, keepdim=True) for a, b in zip(turned, y)]
-        h = h + self.out(torch.cat([plain, *seen], -1).flatten(2))
-        return h + self.mix(F.silu(self.near(h) + swap(self.far(h), g)))
+        out = seen(attend(q, k, v, bias[:, :, None], g.counts), y, self.scalars)
+        h = h + self.out(out.flatten(2))
+        met = swap(self.far(h).flatten(0, 1), g.reverse.flatten(), self.near(h).flatten(0, 1))
+        return h + self.mix(silu(met).view_as(h))
 
 
 class Prediction(NamedTuple):
@@ -134,10 +123,10 @@ class Potential(nn.Module):
         super().__init__()
         self.elements, self.cutoff, self.degree, self.attend = tuple(elements), cutoff, degree, attend
         features = radial + 2 * len(self.elements) + 1
-        self.embed = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width))
+        self.embed = nn.Sequential(nn.Linear(features, width), Silu(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, scalars, degree, radial) for _ in range(layers))
         last = nn.Linear(width, 1)
-        self.readout = nn.Sequential(nn.Linear(width, width), nn.SiLU(), last)
+        self.readout = nn.Sequential(nn.Linear(width, width), Silu(), last)
         for layer in self.modules():
             if isinstance(layer, nn.Linear):  # signals keep their size through the layers
                 nn.init.normal_(layer.weight, std=GAIN * layer.in_features**-0.5)
@@ -194,7 +183,7 @@ class Potential(nn.Module):
         with torch.enable_grad():
             energies = self(g)
             (pull,) = torch.autograd.grad(energies.sum(), g.vectors, create_graph=training)
-        forces = (pull - swap(pull, g)).sum(1)
+        forces = (pull - swap(pull.flatten(0, 1), g.reverse.flatten()).view_as(pull)).sum(1)
         strain = torch.einsum("nia,nib->nab", g.vectors, pull)
         member = (g.systems == torch.arange(len(g.volumes), device=pull.device)[:, None]).to(pull.dtype)
         strain = (member @ strain.flatten(1)).unflatten(1, (3, 3))
