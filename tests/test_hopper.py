@@ -141,6 +141,23 @@ def test_the_keys_that_visit_a_block_of_queries_are_neighbours(shape):
             assert j // 128 in visits[i // block_m]
 
 
+@pytest.mark.parametrize("shape", SHAPES[::3])
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_what_a_tile_visits(shape, sharing):
+    """All blocks of queries that see its keys, of all heads that share them, each once, from the last to the first."""
+    step, before_first = as_python(feed.step), as_python(feed.before_first)
+    _, _, left, right, lens, block_m = shape
+    plan = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False)
+    stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5
+    for j in range(math.ceil(shape[1] / 128)):
+        begin, count = blocks_of(j, *shape)
+        at = before_first(hk, first, begin, sharing, stride)
+        for h in reversed(range(sharing)):
+            for m in reversed(range(begin, begin + count)):
+                at = step(*at, begin, count, stride, plan)
+                assert at == (m, hk * sharing + h, first + h * stride + m)
+
+
 def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
     """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
     in; each adds in the order of the keys."""

@@ -58,6 +58,10 @@ def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", HOPPER._replace(kv_lens=True)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(deterministic=True)).backend == "hopper_ordered"
     assert choose("attention_bwd", HOPPER, "deterministic").backend == "hopper_ordered"
+    learned = HOPPER._replace(bias="full", bias_dtype=torch.bfloat16, bias_grad=True, bias_shared=True)
+    assert choose("attention_bwd", learned).backend == "hopper"
+    assert choose("attention_bwd", learned._replace(bias="key", bias_grad=False)).backend == "hopper"
+    assert choose("attention_bwd", learned._replace(bias="query")).backend == "hopper"
     for other in (
         {"seqlen_q": 512, "least_length": 512},
         {"head_dim": 64, "head_dim_v": 64, "seqlen_k": 1024, "least_length": 512},
@@ -67,6 +71,9 @@ def test_hopper_where_it_is_faster():
         {"window": True, "window_keys": 1024},
         {"softcap": True, "causal": True},
         {"varlen": True, "batch": 64},
+        {"bias": "full", "bias_dtype": torch.float32},
+        {"bias": "full", "bias_dtype": torch.bfloat16, "softcap": True},
+        {"bias": "key", "bias_dtype": torch.bfloat16, "bias_grad": True},
     ):
         slow = HOPPER._replace(**other)
         assert choose("attention_bwd", slow).backend == "triton"
@@ -82,7 +89,8 @@ def test_hopper_where_it_is_faster():
         ({"head_dim": 136}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
         ({"head_dim_v": 192}, "v's head_dim must be"),
         ({"seqlen_k": 0}, "empty"),
-        ({"bias": "full"}, "takes no bias"),
+        ({"bias": "full", "bias_dtype": torch.float64}, "takes a bias of bool"),
+        ({"bias": "full", "bias_dtype": torch.bfloat16, "bias_tma": False}, "a bias with contiguous keys"),
         ({"tma": False}, "multiples of 16 bytes"),
     ],
 )

@@ -72,8 +72,8 @@ class Config(NamedTuple):
 CONFIGS: dict[tuple[int, bool], Config] = {
     (64, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),  # Triton 3.9's; 3.6: 412
     (64, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),
-    (128, False): Config(64, 1, 2, 240, resident=False, late=False, tiles="static"),
-    (128, True): Config(64, 1, 2, 240, resident=False, late=False, tiles="one"),
+    (128, False): Config(64, 1, 2, 240, resident=False, late=False, tiles="static", spill=800),
+    (128, True): Config(64, 1, 2, 240, resident=False, late=False, tiles="one", spill=800),
 }
 
 
@@ -93,10 +93,10 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     rounded up to BLOCK_M; Lse in log2 units (beside a float bias in natural ones, with a bias per query it is lse less
     that), +inf where a query sees nothing or does not exist. repeats: consecutive batch elements share a slice of the
     bias, whose number is multiplied by bias_b, that of the head by bias_h, which are 0 along dimensions of size 1.
-    DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32 [-1, 128],
-    the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece how many
-    blocks of keys are through with it. DKPtr, DVPtr, Order: for packed sequences, which are one batch element here;
-    then n_heads is their number.
+    DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
+    [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
+    how many blocks of keys are through with it. DKPtr, DVPtr, Order: for packed sequences, which are one batch element
+    here; then n_heads is their number.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS)
@@ -106,7 +106,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     do_s = make_tiles(DOut, STAGES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Delta.layout)
-    ds_s = gl.allocate_shared_memory(Q.dtype, [4, BLOCK_M, HALF], gl.NVMMASharedLayout(128, 16, rank=2))
+    DS: gl.constexpr = [4, BLOCK_M, HALF] if TILES else [2, BLOCK_N, BLOCK_M]
+    ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
     dq_s = gl.allocate_shared_memory(gl.float32, [2, HALF // 2, 128], DQ.layout)
     number_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(1, 1)
@@ -214,8 +215,8 @@ def _launches(
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     plain = call.varlen and x.sinks is not None or dbias.apart
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, ORDERED=ordered, PLAIN=plain, NATURAL=natural,
-                          BIAS=kind == QUERY.value)  # fmt: skip
+    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, ORDERED=ordered, PLAIN=plain, APART=dbias.apart,
+                          NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
@@ -280,7 +281,10 @@ def _backward(
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     plain = empty_like(lse) if plan.plain else None
-    plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
+    plain_lse = empty_like(lse) if plan.dbias.apart else None
+    plan.before(
+        out, dout, lse, dlse, rows, delta, total, taken, turns, plain, plain_lse, x.cu_seqlens_q, bias
+    )  # fmt: skip
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     plan.main(
         boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk), boxed(dv), total, tiles, sums,
@@ -291,7 +295,7 @@ def _backward(
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     dbias = tiles
     if plan.dbias.apart:
-        dbias = bias_pass(x, o, x.bias, lse, dout, plain)  # type: ignore[arg-type]
+        dbias = bias_pass(x, o, x.bias, plain_lse, dout, plain)  # type: ignore[arg-type]
     elif sums is not None:
         dbias = reduce_to(sums, x.bias)  # type: ignore[arg-type]
     elif plan.dbias.rows:

@@ -70,14 +70,18 @@ def make_plan(*fields):
 
 
 @gluon.jit
-def step(m, h, block, begin, blocks, stride):
+def step(m, h, block, begin, blocks, stride, PLAN: gl.constexpr):
     """The next block of queries that a tile visits: (its place in the head, head, number among all blocks).
 
     All heads that share the keys, from the last to the first, and the blocks of each; the first step is from
     `before_first`."""
     new = m == begin
     m = gl.where(new, begin + blocks, m) - 1
-    return m, h - gl.where(new, 1, 0), block - gl.where(new, stride - blocks + 1, 1)
+    h -= gl.where(new, 1, 0)
+    if PLAN.LEFT or PLAN.RIGHT or PLAN.LENS or PLAN.VARLEN:  # some blocks of a head do not see these keys
+        return m, h, block - gl.where(new, stride - blocks + 1, 1)
+    else:
+        return m, h, block - 1
 
 
 @gluon.jit
@@ -183,7 +187,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         load_tile(K, b, hk, start_k + n0, 0, k_full.index(0), k_s.index(0))
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
-            m, h, block = step(m, h, block, begin, blocks, stride)
+            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
             i = slot(n, STAGES)
             row = block * BLOCK_M
             wait_empty(q_empty, n, STAGES)
@@ -236,7 +240,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         index = n0 // BLOCK_N
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
-            m, h, block = step(m, h, block, begin, blocks, stride)
+            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
             if PLAN.ORDERED:
                 wait_turn(at, gl.where(m < before_begin + before_blocks, index, 0))

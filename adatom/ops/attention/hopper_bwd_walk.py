@@ -1,8 +1,8 @@
 """The consumers of the Hopper backward: they multiply what the producer loads, each for 64 of a tile's 128 keys.
 
-With a full bias, scores take a tile of it that the producer brings along, [queries, keys] in memory and read transposed.
-dS lies transposed back in shared memory, [queries, keys], so that its tiles are also those of the bias's gradient: a
-consumer stores them as they are where each has one owner. That of a bias per key is summed in registers.
+A full bias comes by tiles [queries, keys] that the producer brings along; they are read transposed. Where each tile of
+its gradient has one owner, dS is transposed back on its way to shared memory, and stored from there as it is. The
+gradient of a bias per key, dS summed over queries, is a product with ones.
 """
 
 from triton.language.core import PropagateNan
@@ -46,19 +46,40 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
-def _dq_product(ds_s, n, k_s, C: gl.constexpr, D: gl.constexpr):
+def _dq_product(ds_s, n, k_s, C: gl.constexpr, PLAN: gl.constexpr):
     """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 64]: its queries, or, if there are 64, its
     columns."""
+    D: gl.constexpr = PLAN.D
     dq = gl.zeros([HALF, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
-    for c in gl.static_range(2):  # the keys of both consumers
-        ds = ds_s.index((n & 1) * 2 + c)
-        k = k_s.index(0).slice(c * HALF, HALF, dim=0)
+    if PLAN.TILES:  # of each consumer's keys
+        for c in gl.static_range(2):
+            ds = ds_s.index((n & 1) * 2 + c)
+            k = k_s.index(0).slice(c * HALF, HALF, dim=0)
+            if D == HALF:
+                ds = ds.slice(C * HALF, HALF, dim=0)
+            else:
+                k = k.slice(C * HALF, HALF, dim=1)
+            dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
+        return dq
+    else:
+        ds = ds_s.index(n & 1)
+        k = k_s.index(0)
         if D == HALF:
-            ds = ds.slice(C * HALF, HALF, dim=0)
+            ds = ds.slice(C * HALF, HALF, dim=1)
         else:
             k = k.slice(C * HALF, HALF, dim=1)
-        dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
-    return dq
+        return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
+    """Write a consumer's dS [keys, queries] to shared memory: transposed, if its tiles are those of the bias's
+    gradient."""
+    PART: gl.constexpr = ds.shape[1]
+    if PLAN.TILES:
+        ds_s.index((n & 1) * 2 + C).slice(part * PART, PART, dim=0).permute((1, 0)).store(ds)
+    else:
+        ds_s.index(n & 1).slice(C * HALF, HALF, dim=0).slice(part * PART, PART, dim=1).store(ds)
 
 
 @gluon.jit
@@ -131,7 +152,6 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
     place: (batch, head of keys, first key, queries, keys, first block, blocks of a head) of `tile_of`. span:
     `blocks_of`. Comments at waits name the products under way, the eldest first.
     """
-    D: gl.constexpr = PLAN.D
     LEFT: gl.constexpr = PLAN.LEFT
     RIGHT: gl.constexpr = PLAN.RIGHT
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -164,9 +184,8 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
     ragged = n0 + BLOCK_N > len_k
     for j in range(blocks * sharing):
         before = block
-        m, h, block = step(m, h, block, begin, blocks, stride)
+        m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
         i = slot(n, STAGES)
-        ds_i = ds_s.index((n & 1) * 2 + C)
         key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
         wait_full(q_full, n, STAGES)
         q = q_s.index(i).slice(0, PART, dim=0)
@@ -174,7 +193,7 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
         if LATE:  # in the first turn there is nothing to add yet
             if j > 0:
                 wait_full(ds_full, n - 1, 2)
-            dq = _dq_product(ds_s, n + 1, k_s, C, D)
+            dq = _dq_product(ds_s, n + 1, k_s, C, PLAN)
         wait_full(do_full, n, STAGES)
         do = do_s.index(i).slice(0, PART, dim=0)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -219,7 +238,7 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
             if PLAN.SOFTCAP:
                 ds *= slope
             ds = ds.to(q.dtype)
-            ds_i.slice(part * PART, PART, dim=0).permute((1, 0)).store(ds)
+            _keep_ds(ds, ds_s, n, part, C, PLAN)
             ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
             if PLAN.SUMS:
                 dbias = gl.convert_layout(dbias, gl.DotOperandLayout(0, EIGHT, 2), assert_trivial=True)
@@ -237,13 +256,13 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
             release(do_empty, n, STAGES)
         else:
             named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
-            dq = _dq_product(ds_s, n, k_s, C, D)
+            dq = _dq_product(ds_s, n, k_s, C, PLAN)
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
             release(do_empty, n, STAGES)
             _add_dq(dq, DQ, block, n, dq_s, bars, C, PLAN)
         if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
-            store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_i)
+            store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
         if PLAN.SUMS:
             dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
         else:
@@ -258,7 +277,7 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
                 sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     if LATE:
         wait_full(ds_full, n - 1, 2)
-        dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s, n + 1, k_s, C, D),))
+        dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s, n + 1, k_s, C, PLAN),))
         _add_dq(dq, DQ, block, n - 1, dq_s, bars, C, PLAN)
     return dk, dv, n
 

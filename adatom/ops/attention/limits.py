@@ -163,6 +163,12 @@ def hopper_bwd(p: Problem) -> str | None:
         return "sums dQ in memory, which is slow under windows of 1024 keys and below"
     if p.softcap and masked and dim > 64:
         return "lacks registers for a softcap and a mask beyond head_dim 64"
+    if p.bias == "key" and p.bias_grad:
+        return "lacks registers to sum the gradient of a bias per key"
+    if p.bias in ("key", "full") and p.softcap:
+        return "lacks registers for a softcap beside a bias"
+    if p.bias == "full" and p.bias_dtype == torch.float32:
+        return "has room for one tile of a float32 bias, and waits for each"
     if 2 * (1 if p.varlen else p.batch) * p.kv_heads * p.seqlen_k < 3 * 128 * p.device.sms:
         return "has too few tiles of 128 keys to fill the GPU"
     return None
