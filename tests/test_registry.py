@@ -89,7 +89,6 @@ def test_hopper_where_it_is_faster():
         ({"head_dim": 136}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
         ({"head_dim_v": 192}, "v's head_dim must be"),
         ({"seqlen_k": 0}, "empty"),
-        ({"bias": "full", "bias_dtype": torch.float64}, "takes a bias of bool"),
         ({"bias": "full", "bias_dtype": torch.bfloat16, "bias_tma": False}, "a bias with contiguous keys"),
         ({"tma": False}, "multiples of 16 bytes"),
     ],
