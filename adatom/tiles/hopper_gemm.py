@@ -89,7 +89,7 @@ def activation(x, ACT: gl.constexpr):
 def value_and_slope(x, ACT: gl.constexpr):
     """(a(x), a'(x))."""
     if ACT == "relu":
-        return gl.maximum(x, 0.0), gl.where(x > 0.0, 1.0, 0.0)
+        return gl.where(x < 0.0, 0.0, x), gl.where(x > 0.0, 1.0, 0.0)
     elif ACT == "silu":
         s = sigmoid(x)
         a = x * s

@@ -205,11 +205,19 @@ COMPILE: tuple[Case, ...] = (
     *(_case(f"bf16 {n} tokens 320x192", n, 320, 192, 16, 4, BF16) for n in (16, 4096)),
     _case("bf16 odd", 777, 203, 107, 9, 3, BF16),
     _case("f32 silu", 1024, 256, 128, 8, 2, F32),
+    _case("bf16 264", 1000, 520, 264, 8, 2, BF16),
+    _case("bf16 one hidden", 40, 1, 32, 4, 2, BF16),
+    _case("bf16 one intermediate", 40, 32, 1, 4, 2, BF16),
 )
 COMPILE_QUICK = ("bf16 silu", "bf16 16 tokens")
 
-# (hidden, intermediate, experts, top_k) of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3.
-_MODELS = {"mixtral": (4096, 14336, 8, 2), "qwen3": (2048, 768, 128, 8), "deepseek": (7168, 2048, 256, 8)}
+# (hidden, intermediate, experts, top_k) of Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3, and a shape of arXiv:2512.14080.
+_MODELS = {
+    "mixtral": (4096, 14336, 8, 2),
+    "qwen3": (2048, 768, 128, 8),
+    "deepseek": (7168, 2048, 256, 8),
+    "fine": (4096, 1024, 128, 8),
+}
 
 
 def _bench(model: str, tokens: int, **options: Any) -> Case:
@@ -217,8 +225,10 @@ def _bench(model: str, tokens: int, **options: Any) -> Case:
 
 
 BENCH: dict[str, tuple[Case, ...]] = {
-    "moe": (_bench("mixtral", 8192), _bench("qwen3", 8192), _bench("deepseek", 4096)),
-    "moe_decode": tuple(_bench(model, tokens) for model in _MODELS for tokens in (1, 16, 64, 256)),
+    "moe": (_bench("mixtral", 8192), _bench("qwen3", 8192), _bench("deepseek", 4096), _bench("fine", 32768)),
+    "moe_decode": tuple(
+        _bench(model, tokens) for model in ("mixtral", "qwen3", "deepseek") for tokens in (1, 16, 64, 256)
+    ),
     "moe_skewed": (_bench("qwen3", 8192, routing="skewed"),),
 }
 BENCH_CPU: dict[str, tuple[Case, ...]] = {"moe": (_case("moe 512 tokens", 512, 128, 96, 8, 2, F32),)}

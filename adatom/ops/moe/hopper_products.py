@@ -37,22 +37,19 @@ BLOCK_K = 64  # 128 bytes: the widest swizzle
 
 class Config(NamedTuple):
     """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
-    `stages`, pieces of `piece` columns in `buffers` of each consumer; `group` tiles below each other walked together.
-    paired: steps of k are loaded two at a time, 256 bytes of a row of memory."""
+    `stages`, pieces of `piece` columns in `buffers` of each, so that a tile has a multiple of `buffers` pieces; `group`
+    tiles below each other are walked together."""
 
     block_m: int
     block_n: int
     stages: int
     piece: int
     buffers: int
-    group: int
-    paired: bool
+    group: int = 8
 
 
-MANY = Config(64, 256, 4, 64, 2, 8, False)  # rows of an expert: products take longest
-FEW = Config(64, 256, 4, 64, 2, 4, True)  # reading matrices does
-GRADIENT = Config(64, 256, 4, 32, 4, 8, False)
-_FEW = 256
+PLAIN = Config(64, 256, 4, 64, 2)
+GRADIENT = Config(64, 256, 4, 32, 4)  # what the forward kept takes registers
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,6 @@ class Plan:
     PIECE: int
     BUFFERS: int
     GROUP: int
-    PAIRED: bool
 
     @property
     def PARTS(self):
@@ -139,9 +135,6 @@ def _producer(A, B, Lines, Taken, a_s, b_s, told, bars, N, k_tiles, PLAN: gl.con
         both = row + BLOCK_M < end
         for k in range(k_tiles):
             wait_empty(empty, n, STAGES)
-            if PLAN.PAIRED:
-                if k % 2 == 0:
-                    wait_empty(empty, n + 1, STAGES)
             i = slot(n, STAGES)
             bar = full.index(i)
             if both:
@@ -288,14 +281,14 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
 def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles, pairs,
             ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
-            BUFFERS: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr):
+            BUFFERS: gl.constexpr, GROUP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP, PAIRED)
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
@@ -331,7 +324,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
     a, b, out, *_, table, _ = tensors
     device, columns, pairs = facts(a.device), out.shape[1], a.shape[0]
     gated = keep or (act != "" and not grad)
-    config = GRADIENT if grad else FEW if pairs < _FEW * b.shape[0] else MANY
+    config = GRADIENT if grad else PLAIN
     out_n = config.block_n // (2 if gated else 1)
     meta = dict(
         ACT=act,
@@ -345,7 +338,6 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
         PIECE=config.piece,
         BUFFERS=config.buffers,
         GROUP=config.group,
-        PAIRED=config.paired,
         num_warps=4,
         launch_pdl=True,
     )
@@ -380,7 +372,7 @@ def product(
 
 def lines_of(offsets: torch.Tensor, pairs: int) -> Lines:
     """The tiles' rows for the products of one forward or backward."""
-    return Lines(*lines(offsets, pairs, 2 * MANY.block_m))
+    return Lines(*lines(offsets, pairs, 2 * PLAIN.block_m))
 
 
 def column_tiles(columns: int) -> int:

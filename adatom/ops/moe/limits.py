@@ -12,8 +12,16 @@ def reference(p: Problem) -> str | None:
     return None
 
 
-def hopper(p: Problem) -> str | None:
-    """Gluon kernels: sm_90, 16-bit floats, what TMA can read; not where experts have few rows each."""
+def _many(p: Problem) -> str | None:
+    if p.experts > 4095:
+        return f"takes up to 4095 experts; got {p.experts}"
+    if p.tokens * p.top_k > 2**31 - 2**20:
+        return "numbers its pairs with 32 bits"
+    return None
+
+
+def hopper_any(p: Problem) -> str | None:
+    """The Gluon kernels: sm_90, 16-bit floats, what TMA can read."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
@@ -22,8 +30,15 @@ def hopper(p: Problem) -> str | None:
         return "needs contiguous rows, and addresses and strides of multiples of 16 bytes"
     if p.hidden % 8 or p.intermediate % 8 or not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
         return "needs hidden and intermediate features in multiples of 8, and tokens"
-    if p.tokens * p.top_k > 2**31 - 2**20:
-        return "numbers its pairs with 32 bits"
+    return _many(p)
+
+
+def hopper(p: Problem) -> str | None:
+    """The Gluon kernels where they were faster than Triton's (docs/moe.md)."""
+    if (why := hopper_any(p)) is not None:
+        return why
+    if p.tokens * p.top_k < 200 * p.experts:
+        return "is not worth it for fewer than 200 rows of an expert on average: reading its weights takes longest"
     return None
 
 
@@ -37,9 +52,7 @@ def triton(p: Problem) -> str | None:
         return f"takes float16, bfloat16 and float32; got {p.dtype}"
     if not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
         return "does not take empty tensors"
-    if p.experts > 4095:
-        return f"takes up to 4095 experts; got {p.experts}"
-    return None
+    return _many(p)
 
 
 def torch_moe(p: Problem) -> str | None:

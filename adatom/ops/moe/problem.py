@@ -68,9 +68,11 @@ class Problem(NamedTuple):
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether rows are contiguous, and addresses and steps multiples of 16 bytes."""
+    """Whether rows are contiguous, and addresses and steps multiples of 16 bytes, none of them 0."""
     return all(
-        t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        t.stride(-1) == 1
+        and t.data_ptr() % 16 == 0
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
         for t in tensors
     )
 

@@ -175,7 +175,7 @@ def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs
         a_ptr = A + source.to(tl.int64)[:, None] * stride_ai + k.to(tl.int64)[None, :] * stride_ak
         b_ptr = B + e.to(tl.int64) * stride_be + k.to(tl.int64)[:, None] * stride_bk
         b_ptr += j.to(tl.int64)[None, :] * stride_bj
-        up_ptr = b_ptr + N.to(tl.int64) * stride_bj
+        up_ptr = b_ptr + tl.cast(N, tl.int64) * stride_bj
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k0 in range(0, K, BLOCK_K):
