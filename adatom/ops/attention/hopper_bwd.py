@@ -280,12 +280,12 @@ def _backward(
     if plan.table is not None:
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
+    tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     plain = empty_like(lse) if plan.plain else None
     plain_lse = empty_like(lse) if plan.dbias.apart else None
     plan.before(
         out, dout, lse, dlse, rows, delta, total, taken, turns, plain, plain_lse, x.cu_seqlens_q, bias
     )  # fmt: skip
-    tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     plan.main(
         boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk), boxed(dv), total, tiles, sums,
         dk, dv, order, x.kv_lens, taken, turns,
