@@ -120,3 +120,28 @@ for factor in (1e-12, 1e12):  # gradients of any size keep their digits
 
 def test_gradients_of_any_size():
     interpreted("-c", UNITS)
+
+
+PIECES = """
+import torch, adatom
+from adatom.ops.attention import triton_tile_call
+torch.manual_seed(0)
+q, k, v = (torch.randn(18, n, heads, 8).transpose(1, 2) for n, heads in ((2, 2), (5, 1), (5, 1)))
+lens = torch.arange(18, dtype=torch.int32) % 6
+for bias in (torch.randn(18, 2, 1, 5), torch.randn(1, 1, 1, 5)):
+    found = []
+    for size in (2**22, 1):  # the whole batch, and pieces of 16
+        triton_tile_call.PIECE = size
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, bias, torch.ones(2))]
+        out = adatom.attention(*leaves[:3], bias=leaves[3], sinks=leaves[4], kv_lens=lens, backend="one_tile")
+        grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        found.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)])
+        assert grads[1].stride() == k.stride()
+    assert all(torch.equal(a, b) for a, b in zip(*found)), [(a - b).abs().max() for a, b in zip(*found)]
+with_parts, whole = (triton_tile_call.pieces(adatom.ops.attention.problem.Inputs(q, x, x)) for x in (k, q))
+assert [here.stop for _, here in with_parts] == [16, 18] and whole[0][1] is None
+"""
+
+
+def test_a_batch_in_pieces_gives_the_same():
+    interpreted("-c", PIECES)

@@ -17,8 +17,10 @@ from adatom.ops.attention.triton_tile_call import (
     TILE_NO_SPECIALIZE,
     TileCall,
     TileConfigs,
+    add_heads,
     of_each_head,
-    of_shared,
+    piece,
+    pieces,
     reduced,
     side_of,
     sink_rows,
@@ -217,8 +219,18 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv, dbias (if wanted), dsinks, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = grads = empty_like(x.q), *of_each_head(x)
-    launch = remembered(x, "tile_bwd", lambda: _backward(x, o, dout, dlse is not None, wanted, grads))
-    side, of_sinks = side_of(x, wanted), sink_rows(x)
-    launch(x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, dout, dlse, dq, dk, dv, side, of_sinks)
-    return dq, of_shared(dk, x.k), of_shared(dv, x.v), reduced(side, x.bias), sink_sum(of_sinks, x)
+    dq, side, of_sinks = empty_like(x.q), side_of(x, wanted), sink_rows(x)
+    dk, dv = empty_like(x.k), empty_like(x.v)
+    for part, here in pieces(x):
+        gk, gv = piece(dk, here), piece(dv, here)
+        grads = piece(dq, here), *of_each_head(part, gk, gv)
+        launch = remembered(
+            part, f"tile_bwd {len(part.q)}", lambda: _backward(part, o, dout, dlse is not None, wanted, grads)
+        )
+        launch(
+            part.q, part.k, part.v, part.bias, x.sinks, part.kv_lens, piece(dout, here), piece(dlse, here), *grads,
+            piece(side, here), piece(of_sinks, here),
+        )  # fmt: skip
+        add_heads(grads[1], gk)
+        add_heads(grads[2], gv)
+    return dq, dk, dv, reduced(side, x.bias), sink_sum(of_sinks, x)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, Remembered, empty
 from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
 
 TILE_NO_SPECIALIZE = ["heads", "left", "right", "len_q", "len_k"]
+PIECE = 2**22  # elements of the gradients of keys of each query head, at most, before heads that share them are summed
 TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
 
 
@@ -42,17 +43,46 @@ class TileCall(Call):
         return meta
 
 
-def of_each_head(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a kernel writes each query head's part of the gradients of k and v: where heads share them, in float32."""
+def pieces(x: Inputs) -> list[tuple[Inputs, slice | None]]:
+    """The batch in pieces, as Inputs and where they lie: None for all of it, unless heads share keys. There each query
+    head's part of the gradients of k and v is written before those are summed, which for a large batch would fill the
+    memory."""
+    batch, heads, _, dim = x.q.shape
+    each = max(16, PIECE // max(1, heads * x.k.shape[2] * dim) // 16 * 16)  # addresses stay multiples of 16 bytes
+    if heads == x.k.shape[1] or each >= batch:
+        return [(x, None)]
+    found: list[tuple[Inputs, slice | None]] = []
+    for start in range(0, batch, each):
+        here = slice(start, min(start + each, batch))
+        fields = {name: piece(t, here) for name, t in x._asdict().items() if name != "sinks"}
+        cut = Inputs(**fields, sinks=x.sinks)
+        found.append((Remembered.of(cut, x.memo) if isinstance(x, Remembered) else cut, here))
+    return found
+
+
+def piece(x: Any, here: slice | None) -> Any:
+    """A piece of the batch of x, or all of it: where it is the same for all of the batch, or absent, too."""
+    return x if here is None or x is None or x.shape[0] == 1 else x[here]
+
+
+def of_each_head(x: Inputs, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a kernel writes each query head's part of dk and dv: there, or where heads share keys, elsewhere, in
+    float32."""
     if x.q.shape[1] == x.k.shape[1]:
-        return empty_like(x.k), empty_like(x.v)
+        return dk, dv
     k, v = (empty((x.q.shape[0], x.q.shape[1], *t.shape[2:]), x.q, torch.float32) for t in (x.k, x.v))
     return k, v
 
 
-def of_shared(parts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of x, k or v, from the parts of the query heads: those that share a head of x are summed."""
-    return parts if parts.shape == x.shape else parts.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype)
+def add_heads(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the gradient of k or v, `out`, from what `of_each_head` gave to the kernel."""
+    if parts is out:
+        return
+    parts = parts.unflatten(1, (out.shape[1], -1))
+    if parts.dtype == out.dtype:
+        torch.sum(parts, 2, out=out)
+    else:
+        out.copy_(parts.sum(2))
 
 
 def side_of(x: Inputs, wanted: bool) -> torch.Tensor | None:

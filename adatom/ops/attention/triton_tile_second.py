@@ -20,8 +20,10 @@ from adatom.ops.attention.triton_tile_call import (
     TILE_NO_SPECIALIZE,
     TileCall,
     TileConfigs,
+    add_heads,
     of_each_head,
-    of_shared,
+    piece,
+    pieces,
     reduced,
     side_of,
     sink_rows,
@@ -259,15 +261,23 @@ def backward_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """dq2, dk2, dv2, dbias2 (if wanted), dsinks2, ddout, ddlse, bit for bit the same on every run."""
     dlse = None if dlse is None else dlse.contiguous()
-    dd = (ddq, ddk, ddv, ddbias, ddsinks)
-    dq, dk, dv = grads = empty_like(x.q), *of_each_head(x)
+    dq, side, of_sinks = empty_like(x.q), side_of(x, wanted), sink_rows(x)
     ddout, ddlse = empty_out(x.q, x.v), empty_lse(x.q)
-    launch = remembered(x, "tile_second", lambda: _launch(x, o, dd, dout, dlse is not None, wanted, grads, ddout))
-    side, of_sinks = side_of(x, wanted), sink_rows(x)
-    launch(
-        x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, dout, dlse, *dd, dq, dk, dv, side, of_sinks, ddout, ddlse
-    )  # fmt: skip
-    dk, dv = of_shared(dk, x.k), of_shared(dv, x.v)
+    dk, dv = empty_like(x.k), empty_like(x.v)
+    for part, here in pieces(x):
+        gk, gv = piece(dk, here), piece(dv, here)
+        grads = piece(dq, here), *of_each_head(part, gk, gv)
+        dd = *(piece(d, here) for d in (ddq, ddk, ddv, ddbias)), ddsinks
+        launch = remembered(
+            part, f"tile_second {len(part.q)}",
+            lambda: _launch(part, o, dd, dout, dlse is not None, wanted, grads, ddout),
+        )  # fmt: skip
+        launch(
+            part.q, part.k, part.v, part.bias, x.sinks, part.kv_lens, piece(dout, here), piece(dlse, here), *dd,
+            *grads, piece(side, here), piece(of_sinks, here), piece(ddout, here), piece(ddlse, here),
+        )  # fmt: skip
+        add_heads(grads[1], gk)
+        add_heads(grads[2], gv)
     return dq, dk, dv, reduced(side, x.bias), sink_sum(of_sinks, x), ddout, ddlse
 
 
