@@ -99,6 +99,13 @@ def test_descriptors():
 # -- the order of the sums of dQ ---------------------------------------------------------------------------------------
 
 
+def run_interpreted(program: str) -> None:
+    """Run a program in another process, with Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def as_python(function, **known):
     """A function of device code, for integers: what it calls is Python's, or `known`."""
     numbers = SimpleNamespace(minimum=builtins.min, maximum=builtins.max, where=lambda c, a, b: a if c else b)
@@ -225,6 +232,42 @@ def test_ordered_sums_repeat_under_load(cuda):
             assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3]))
 
 
+# -- the gradient of a shared bias -------------------------------------------------------------------------------------
+
+APART = """
+import torch
+from adatom.ops.attention import triton_bwd
+from adatom.ops.attention.cases import Case
+from adatom.ops.attention.hopper_bwd_ends import _before_kernel
+from adatom.ops.attention.trial import Trial
+
+for bias, options in (("1hqk", {"causal": True}), ("b1qk", {"kv_lens": True}), ("1hqk-inf", {"softcap": 3.0})):
+    trial = Trial(Case(bias, 2, 4, 2, 75, 88, 16, 16, torch.float16, bias=bias, **options), torch.device("cpu"))
+    x, o, out, lse, dout, dlse, _ = trial.arguments("attention_bwd")
+    rows, delta, plain, plain_lse = (torch.full((n,), float("nan")) for n in (2 * 4 * 128,) * 2 + (lse.numel(),) * 2)
+    total, taken, turns = torch.empty(2 * 4 * 2 * 64 * 128), torch.empty(1).int(), torch.empty(2 * 4 * 2 * 2).int()
+    _before_kernel[(2 * 4 * 2,)](
+        out, dout, lse, lse if dlse is None else dlse, rows, delta, total, taken, turns, plain, plain_lse, None, x.bias,
+        *out.stride()[:3], *dout.stride()[:3], 0, 0, 0, 1, 4, 75, 2, 2, HEAD_DIM_V=16, BLOCK_DV=16, D=128,
+        DLSE=dlse is not None, ORDERED=True, PLAIN=True, APART=True, NATURAL=True, BIAS=False, VARLEN=False,
+        EARLY=False, PIECE=8, BLOCK_M=64,
+    )
+    assert not total.any() and not taken.any() and not turns.any()
+    rows = rows.view(2, 4, 128)
+    assert torch.equal(rows[..., :75], torch.where(lse == -float("inf"), float("inf"), lse))
+    assert (rows[..., 75:] == float("inf")).all()
+    assert torch.equal(delta.view(2, 4, 128)[..., :75].flatten(), plain)
+    got = triton_bwd._bias_pass(x, o, x.bias, plain_lse.view_as(lse), dout, plain.view_as(lse))
+    want = trial.truth("attention_bwd")["dbias"]
+    assert (got - want).norm() < 1e-3 * want.norm()
+"""
+
+
+def test_what_triton_sums_a_bias_from():
+    """The kernel ahead writes lse and delta as Triton's pass over a shared bias reads them, in Triton's interpreter."""
+    run_interpreted(APART)
+
+
 # -- packed sequences --------------------------------------------------------------------------------------------------
 
 TABLE = """
@@ -259,6 +302,4 @@ for n, keys, last_first, together in CALLS:
 
 def test_the_table_of_packed_tiles():
     """It lists every tile once, in the order that is wanted, in Triton's interpreter."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", TABLE], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(TABLE)
