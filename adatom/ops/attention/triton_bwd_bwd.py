@@ -92,7 +92,7 @@ Q_CONFIGS[100] = Q_CONFIGS[90] | LOW_TILES | {("half bias", 64): Config(64, 64, 
 
 KV_CONFIGS: Configs = {
     90: {
-        ("half bias", 64): Config(64, 64, 8, 2, tma=True),
+        ("half bias", 64): Config(64, 64, 8, 2, tma=True, spill=640),
         ("half packed", 64): Config(32, 64, 4, 1),
         ("half", 64): Config(64, 64, 4, 2, tma=True),
         ("half", 128): Config(32, 64, 8, 1, tma=True, spill=1024),
