@@ -20,7 +20,7 @@ _DEVICE = ("triton", "hopper")  # files whose names begin so hold device code or
 
 class Proof(NamedTuple):
     """One row of a pass that was held against float64: over how many cases, the worst ratio of its error to the allowed
-    one with the case and output it occurred in, and the hash of the code that ran."""
+    one with the case and output it occurred in, and the hash of the code that ran. note: what is to be known beside."""
 
     op: str
     backend: str
@@ -30,6 +30,7 @@ class Proof(NamedTuple):
     case: str
     output: str
     commit: str = ""  # of the code, where it is not the record's
+    note: str = ""
 
 
 def _canonical(node: Any) -> Any:
@@ -107,7 +108,9 @@ def beside(path: Path, machine: dict[str, Any], ops: set[str]) -> list[Proof]:
 def write(path: Path, machine: dict[str, Any], proofs: list[Proof]) -> None:
     """Write one machine's record: `machine` (names, versions, commit, date, verdict) and a line for each proof."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{n: value for n, value in proof._asdict().items() if n != "commit" or value} for proof in proofs]
+    rows = [
+        {n: value for n, value in proof._asdict().items() if value or n not in ("commit", "note")} for proof in proofs
+    ]
     record = {**machine, "rows": rows}
     path.write_text(json.dumps(record, indent=2) + "\n")
 

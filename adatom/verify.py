@@ -284,16 +284,19 @@ def judge_all(
             done(some)
 
     shared = [task for task in tasks if not task[0].huge] if jobs > 1 else []
-    for some in spread(shared, device, jobs):
+    again: list[Task] = []  # others had the memory that these needed
+    for some in spread(shared, device, jobs, again):
         collect(some)
-    for case, rows in tasks:
-        if not shared or case.huge:
-            collect(examine_case(case, rows, device))
+    for case, rows in (*again, *(task for task in tasks if not shared or task[0].huge)):
+        collect(examine_case(case, rows, device))
     return results
 
 
-def spread(tasks: Sequence[Task], device: torch.device, jobs: int) -> Iterator[list[Result]]:
-    """The results of each case, examined by `jobs` processes. One whose GPU crashed is replaced."""
+def spread(
+    tasks: Sequence[Task], device: torch.device, jobs: int, again: list[Task]
+) -> Iterator[list[Result]]:  # fmt: skip
+    """The results of each case, examined by `jobs` processes. One whose GPU crashed is replaced. What ran out of memory
+    goes to `again` instead."""
     context = torch.multiprocessing.get_context("spawn")
     todo, found = context.SimpleQueue(), context.SimpleQueue()  # pipes of 64 KB: whole tasks would not fit
     for number in (*range(len(tasks)), *[None] * jobs):
@@ -311,10 +314,13 @@ def spread(tasks: Sequence[Task], device: torch.device, jobs: int) -> Iterator[l
                 time.sleep(0.05)
             if found.empty():
                 raise RuntimeError("adatom: the processes that examine kernels died")
-            results, crashed = found.get()
+            number, results, crashed = found.get()
             if crashed:
                 processes.append(start())
-            yield results
+            if any("OutOfMemoryError" in result.problem for result in results):
+                again.append(tasks[number])
+            else:
+                yield results
     finally:
         for process in processes:
             process.terminate()
@@ -333,7 +339,7 @@ def _examine_all(tasks: Sequence[Task], todo: Any, found: Any, device: torch.dev
             words = f"could not be judged: {type(error).__name__}: {said}"
             results = [Result(row.op, row.backend, case.name, "", math.inf, words) for row in rows]
         crashed = not alive(device)
-        found.put((results, crashed))
+        found.put((number, results, crashed))
         if crashed:
             return
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import queue
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -286,3 +289,50 @@ def test_proofs_hold_the_worst_ratio_of_gpu_rows():
     ]
     bad = verify.proofs([*results, results[0]._replace(ratio=float("nan"))], rows)
     assert bad[0].worst == float("inf")
+
+
+class Threads:
+    """What verify asks of multiprocessing, in threads."""
+
+    SimpleQueue = queue.SimpleQueue
+
+    class Process(threading.Thread):
+        def __init__(self, target, args, daemon):
+            super().__init__(target=target, args=args, daemon=daemon)
+
+        def terminate(self):
+            pass
+
+
+def test_what_found_no_memory_is_examined_again_alone(monkeypatch):
+    """Several processes share a GPU's memory: what one of them lacked says nothing of a kernel."""
+    row, threads = verify.rows_of("attention_fwd", "reference")[0], torch.get_num_threads()
+    small, large = (PLAIN._replace(name=name) for name in ("small", "large"))
+    seen = []
+
+    def examine(case, rows, device):
+        alone = threading.current_thread() is threading.main_thread()
+        seen.append((case.name, alone))
+        if case is large and not alone:
+            raise torch.OutOfMemoryError("full")
+        return [verify.Result(row.op, row.backend, case.name, "out", 0.5, "")]
+
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda how: Threads)
+    monkeypatch.setattr(verify, "examine_case", examine)
+    told = []
+    results = verify.judge_all([(large, (row,)), (small, (row,))], CPU, 2, told.extend)
+    torch.set_num_threads(threads)
+    assert sorted(seen) == [("large", False), ("large", True), ("small", False)]
+    assert [(r.case, r.ok) for r in results] == [("small", True), ("large", True)] == [(r.case, r.ok) for r in told]
+
+
+def test_what_fails_elsewhere_is_not_examined_again(monkeypatch):
+    def examine(case, rows, device):
+        raise ValueError("wrong")
+
+    row, threads = verify.rows_of("attention_fwd", "reference")[0], torch.get_num_threads()
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda how: Threads)
+    monkeypatch.setattr(verify, "examine_case", examine)
+    [result] = verify.judge_all([(PLAIN, (row,))], CPU, 2)
+    torch.set_num_threads(threads)
+    assert result.ratio == math.inf and "could not be judged: ValueError: wrong" in result.problem
