@@ -95,7 +95,7 @@ def test_cases_touch_every_option(group):
     assert any(c.causal and c.seqlen_q < c.seqlen_k for c in group)
     assert any(c.causal and c.seqlen_q > c.seqlen_k for c in group)
     assert any(1 < c.kv_heads < c.heads for c in group) and any(1 == c.kv_heads < c.heads for c in group)
-    assert values("layout") == {"bhsd", "bshd"} and max(values("magnitude")) == 20
+    assert values("layout") == {"bhsd", "bshd", "apart"} and max(values("magnitude")) == 20
     assert any(c.head_dim != c.head_dim_v for c in group) and any(c.head_dim & (c.head_dim - 1) for c in group)
     assert 1 in values("seqlen_q") and 1 in values("seqlen_k") and min(c.scale or 0 for c in group) < 0
     assert any(c.window for c in group) and any(c.softcap for c in group)
