@@ -20,7 +20,8 @@ _DEVICE = ("triton", "hopper")  # files whose names begin so hold device code or
 
 class Proof(NamedTuple):
     """One row of a pass that was held against float64: over how many cases, the worst ratio of its error to the allowed
-    one with the case and output it occurred in, and the hash of the code that ran. note: what is to be known beside."""
+    one with the case and output it occurred in, and the hash of the code that ran. note: what is to be known beside, as
+    that `worst` is but a bound."""
 
     op: str
     backend: str

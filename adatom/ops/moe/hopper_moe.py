@@ -1,7 +1,7 @@
 """moe on Hopper: which kernels make a forward and a backward, and what lies between them.
 
 Rows of x, and of dout, are copied for the pairs and the copies given up after the product that wants them: TMA cannot
-gather rows on sm_90, and cp.async costs the product as much as the pass does (docs/moe.md).
+gather rows on sm_90, and cp.async cost the product at least as much as the pass does (docs/moe.md).
 """
 
 from __future__ import annotations
