@@ -21,6 +21,7 @@ from adatom.ops.attention.api import inputs_of
 
 pytest.importorskip("triton.experimental.gluon")
 
+from adatom.ops.attention import hopper_bwd_bias as bias_pass  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
 from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
 from adatom.ops.attention.triton_call import Call  # noqa: E402
@@ -165,6 +166,44 @@ def test_what_a_tile_visits(shape, sharing):
                 assert at == (m, hk * sharing + h, first + h * stride + m)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("bias_shape", [(1, 6), (1, 1), (2, 6), (2, 1), (4, 6), (4, 1)])
+def test_the_sum_of_a_bias_takes_each_sharer_once(bias_shape, parts):
+    """Each tile of each slice gets every (batch, head) that shares it, from one part or another."""
+    batch, heads, len_q, len_k = 4, 6, 300, 200
+    repeats, slices = batch // bias_shape[0], bias_shape[0] * bias_shape[1]
+    plan = SimpleNamespace(SHARED_HEADS=bias_shape[1] < heads, LEFT=False, RIGHT=False, LENS=False)
+    counts = (heads, 2, repeats, bias_shape[1], slices, parts, 320, len_q, len_k, -1, -1, 3 * 2 * slices * parts)
+    tile, sharer = as_python(bias_pass._tile, BLOCK=128), as_python(bias_pass._sharer)
+    found = defaultdict(list)
+    for t in range(counts[-1]):
+        piece, part, m0, n0, first, end = tile(t, counts, plan)
+        assert 0 <= part < parts
+        found[piece, m0, n0] += [sharer(r, piece, counts, plan) for r in range(first, end)]
+    assert len(found) == 3 * 2 * slices
+    for (piece, _, _), who in found.items():
+        b, h = divmod(piece, bias_shape[1])
+        some_heads = range(heads) if plan.SHARED_HEADS else (h,)
+        assert sorted(who) == sorted(itertools.product(range(b * repeats, (b + 1) * repeats), some_heads))
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (100, 20)])
+def test_the_sum_of_a_bias_skips_only_what_nobody_sees(window):
+    len_q, len_k, (left, right) = 700, 900, window
+    plan = SimpleNamespace(SHARED_HEADS=False, LEFT=left >= 0, RIGHT=right >= 0, LENS=False)
+    counts = (1, 1, 2, 1, 1, 1, 704, len_q, len_k, left, right, 6 * 8)
+    tile = as_python(bias_pass._tile, BLOCK=128, keys_seen=as_python(hopper.keys_seen))
+    skipped = 0
+    for t in range(6 * 8):
+        _, _, m0, n0, first, end = tile(t, counts, plan)
+        i = torch.arange(m0, min(m0 + 128, len_q))[:, None] + len_k - len_q
+        j = torch.arange(n0, min(n0 + 128, len_k))
+        seen = (j <= i + right) & ((j >= i - left) if left >= 0 else True)
+        assert (end > first) >= bool(seen.any())
+        skipped += end == first
+    assert skipped > 8
+
+
 def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
     """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
     in; each adds in the order of the keys."""
@@ -233,39 +272,6 @@ def test_ordered_sums_repeat_under_load(cuda):
 
 
 # -- the gradient of a shared bias -------------------------------------------------------------------------------------
-
-APART = """
-import torch
-from adatom.ops.attention import triton_bwd
-from adatom.ops.attention.cases import Case
-from adatom.ops.attention.hopper_bwd_ends import _before_kernel
-from adatom.ops.attention.trial import Trial
-
-for bias, options in (("1hqk", {"causal": True}), ("b1qk", {"kv_lens": True}), ("1hqk-inf", {"softcap": 3.0})):
-    trial = Trial(Case(bias, 2, 4, 2, 75, 88, 16, 16, torch.float16, bias=bias, **options), torch.device("cpu"))
-    x, o, out, lse, dout, dlse, _ = trial.arguments("attention_bwd")
-    rows, delta, plain, plain_lse = (torch.full((n,), float("nan")) for n in (2 * 4 * 128,) * 2 + (lse.numel(),) * 2)
-    total, taken, turns = torch.empty(2 * 4 * 2 * 64 * 128), torch.empty(1).int(), torch.empty(2 * 4 * 2 * 2).int()
-    _before_kernel[(2 * 4 * 2,)](
-        out, dout, lse, lse if dlse is None else dlse, rows, delta, total, taken, turns, plain, plain_lse, None, x.bias,
-        *out.stride()[:3], *dout.stride()[:3], 0, 0, 0, 1, 4, 75, 2, 2, HEAD_DIM_V=16, BLOCK_DV=16, D=128,
-        DLSE=dlse is not None, ORDERED=True, PLAIN=True, APART=True, NATURAL=True, BIAS=False, VARLEN=False,
-        EARLY=False, PIECE=8, BLOCK_M=64,
-    )
-    assert not total.any() and not taken.any() and not turns.any()
-    rows = rows.view(2, 4, 128)
-    assert torch.equal(rows[..., :75], torch.where(lse == -float("inf"), float("inf"), lse))
-    assert (rows[..., 75:] == float("inf")).all()
-    assert torch.equal(delta.view(2, 4, 128)[..., :75].flatten(), plain)
-    got = triton_bwd._bias_pass(x, o, x.bias, plain_lse.view_as(lse), dout, plain.view_as(lse))
-    want = trial.truth("attention_bwd")["dbias"]
-    assert (got - want).norm() < 1e-3 * want.norm()
-"""
-
-
-def test_what_triton_sums_a_bias_from():
-    """The kernel ahead writes lse and delta as Triton's pass over a shared bias reads them, in Triton's interpreter."""
-    run_interpreted(APART)
 
 
 # -- packed sequences --------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import torch
 
+from adatom.ops.attention.hopper_bwd_bias import bias_pass
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
-from adatom.ops.attention.triton_bwd import _bias_pass as bias_pass
 from adatom.ops.attention.triton_call import (
     NO_SPECIALIZE,
     Call,
@@ -70,6 +70,8 @@ class Config(NamedTuple):
 
 # (head_dim in memory, whether the work of programs is unequal) -> tile
 CONFIGS: dict[tuple[int, bool], Config] = {
+    (32, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
+    (32, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
     (64, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),  # Triton 3.9's; 3.6: 412
     (64, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),
     (128, False): Config(64, 1, 2, 240, resident=False, late=False, tiles="static", spill=800),
@@ -108,7 +110,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Delta.layout)
     DS: gl.constexpr = [4, BLOCK_M, HALF] if TILES else [2, BLOCK_N, BLOCK_M]
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, HALF // 2, 128], DQ.layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, min(D, 64) // 2, 128], DQ.layout)
     number_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(1, 1)
     v_full = make_barriers(1, 1)
@@ -196,6 +198,7 @@ class Launches(NamedTuple):
     lines: int  # numbers of that table
     blocks: int  # of queries, of all heads
     block_m: int
+    sums: int  # lines of 128 numbers of the sum of dQ
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
 
@@ -205,7 +208,7 @@ def _launches(
     wanted: bool, ordered: bool,
 ) -> Launches:  # fmt: skip
     call = Call(x, o)
-    dim = 64 if max(call.head_dim, call.head_dim_v) <= 64 else 128
+    dim = next(d for d in (32, 64, 128) if max(call.head_dim, call.head_dim_v) <= d)
     left, right, lens = call.left >= 0, call.right >= 0, x.kv_lens is not None
     config = CONFIGS[dim, left or right or lens or call.varlen]
     if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
@@ -213,10 +216,10 @@ def _launches(
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
-    plain = call.varlen and x.sinks is not None or dbias.apart
+    plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, ORDERED=ordered, PLAIN=plain, APART=dbias.apart,
-                          NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
+    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, ORDERED=ordered, PLAIN=plain, NATURAL=natural,
+                          BIAS=kind == QUERY.value)  # fmt: skip
     n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
@@ -235,12 +238,12 @@ def _launches(
     columns = (call.head_dim, call.head_dim_v) if call.varlen else (dim, dim)  # TMA knows them otherwise
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
-        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (32, 128),
+        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (min(dim, 64) // 2, 128),
     }  # fmt: skip
     stages = 1
     if kind == FULL.value:
         blocks["Bias"] = (m // config.parts, n // 2)
-        stages = 1 if x.bias.element_size() > 2 else 2  # type: ignore[union-attr]
+        stages = 1 if x.bias.element_size() > 2 else 2 if dim > 32 else 4  # type: ignore[union-attr]
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
     main = Launch(
@@ -258,7 +261,8 @@ def _launches(
     )  # fmt: skip
     table = table_launch(call, n, together, least, True, m) if call.varlen else None
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
-    return Launches(table, before, main, behind, table_size(call, n, True), n_blocks, m, dbias, plain)
+    lines = table_size(call, n, True)
+    return Launches(table, before, main, behind, lines, n_blocks, m, n_blocks * m * dim // 128, dbias, plain)
 
 
 def _backward(
@@ -271,7 +275,7 @@ def _backward(
     grads = dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, grads, dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
-    total = empty((plan.blocks * 64, 128), lse)
+    total = empty((plan.sums, 128), lse)
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
     turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if ordered else None
     order, bias = None, x.bias
@@ -282,10 +286,7 @@ def _backward(
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     plain = empty_like(lse) if plan.plain else None
-    plain_lse = empty_like(lse) if plan.dbias.apart else None
-    plan.before(
-        out, dout, lse, dlse, rows, delta, total, taken, turns, plain, plain_lse, x.cu_seqlens_q, bias
-    )  # fmt: skip
+    plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     plan.main(
         boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk), boxed(dv), total, tiles, sums,
         dk, dv, order, x.kv_lens, taken, turns,
@@ -295,7 +296,7 @@ def _backward(
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     dbias = tiles
     if plan.dbias.apart:
-        dbias = bias_pass(x, o, x.bias, plain_lse, dout, plain)  # type: ignore[arg-type]
+        dbias = bias_pass(x, o, rows, delta, dout, plan.blocks * plan.block_m // lse[..., 0].numel())
     elif sums is not None:
         dbias = reduce_to(sums, x.bias)  # type: ignore[arg-type]
     elif plan.dbias.rows:

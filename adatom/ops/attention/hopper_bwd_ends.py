@@ -6,7 +6,7 @@ import triton.language as tl
 
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.launch import Launch
-from adatom.tiles.triton import FULL, after_previous, at, find_sequence, load_lse, load_tile, whole
+from adatom.tiles.triton import after_previous, at, find_sequence, load_tile, whole
 
 
 @triton.jit
@@ -26,14 +26,14 @@ def _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN: tl.constexpr, BLOCK_
 
 
 @triton.jit(do_not_specialize=["repeats", "heads", "len_q", "n_m", "n_sequences"])
-def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, PlainLse, Cu, Bias, stride_ob, stride_oh,
+def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, Cu, Bias, stride_ob, stride_oh,
                    stride_om, stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, repeats, heads, len_q,
                    n_m, n_sequences, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
-                   DLSE: tl.constexpr, ORDERED: tl.constexpr, PLAIN: tl.constexpr, APART: tl.constexpr,
-                   NATURAL: tl.constexpr, BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
-                   PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
+                   DLSE: tl.constexpr, ORDERED: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr,
+                   BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
+                   BLOCK_M: tl.constexpr):
     """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ. PLAIN: delta also
-    as lse lies. APART: lse, too, as Triton's passes read it. NATURAL: lse in natural units, not log2. BIAS: less the
+    as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the
     bias per query."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
@@ -68,28 +68,27 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, P
     tl.store(Delta + at_padded, delta)
     if PLAIN:
         tl.store(Plain + at_q, delta, mask=some)
-    if APART:
-        tl.store(PlainLse + at_q, load_lse(Lse + row, b, h, m0, length, BLOCK_M, FULL, False, False), mask=some)
 
 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
 def _behind_kernel(Sum, DQ, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m, n_sequences, scale,
                    HEAD_DIM: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
                    PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """dQ of 64 queries and 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
+    """dQ of 64 queries and 32 or 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
     b, h, m0, length, start, row = _block(pid // 2, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
+    WIDE: tl.constexpr = min(D, 64)
     col0 = 0
     if D == 128:
         col0 = pid % 2 * 64
     else:
         m0 += pid % 2 * 64
-    x = tl.load(Sum + tl.cast(pid, tl.int64) * 4096 + tl.arange(0, 4096)) * scale
-    x = tl.reshape(x, (4, 8, 8, 4, 2, 2))
-    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, 64))
+    x = tl.load(Sum + tl.cast(pid, tl.int64) * (64 * WIDE) + tl.arange(0, 64 * WIDE)) * scale
+    x = tl.reshape(x, (4, WIDE // 8, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, WIDE))
     i = tl.arange(0, 64)[:, None]
-    d = col0 + tl.arange(0, 64)[None, :]
+    d = col0 + tl.arange(0, WIDE)[None, :]
     ptr = DQ + at(b, h, start + m0, stride_b, stride_h, stride_m, PIECE) + i * whole(stride_m, PIECE) + d
     tl.store(ptr, x.to(DQ.dtype.element_ty), mask=(m0 + i < length) & (d < HEAD_DIM))
 
@@ -103,7 +102,7 @@ def ends(
     call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, **meta: bool
 ) -> tuple[Launch, Launch]:
     """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; meta:
-    DLSE, ORDERED, PLAIN, APART, NATURAL and BIAS of the one before."""
+    DLSE, ORDERED, PLAIN, NATURAL and BIAS of the one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     sizes = (call.heads, call.len_q, n_m, call.batch)

@@ -30,7 +30,7 @@ from adatom.tiles.hopper import (
 )
 
 BLOCK_N = gl.constexpr(128)  # keys of a program
-HALF = gl.constexpr(64)  # keys of a consumer; rows and columns of the piece of dQ that it multiplies
+HALF = gl.constexpr(64)  # keys of a consumer; queries of the piece of dQ that it multiplies
 NONE = gl.constexpr(0)  # what a bias depends on
 KEY = gl.constexpr(1)
 QUERY = gl.constexpr(2)
@@ -223,6 +223,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
+    WIDE: gl.constexpr = min(PLAN.D, 64)
     sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)
     n = 0
@@ -245,7 +246,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             if PLAN.ORDERED:
                 wait_turn(at, gl.where(m < before_begin + before_blocks, index, 0))
             mbarrier.wait(dq_full.index(C), n & 1)
-            tma.async_atomic_add(DQ, [block * HALF + C * (HALF // 2), 0], dq_s.index(C))
+            tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(C), count=1)
             if PLAN.ORDERED:

@@ -47,28 +47,20 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 @gluon.jit
 def _dq_product(ds_s, n, k_s, C: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 64]: its queries, or, if there are 64, its
-    columns."""
-    D: gl.constexpr = PLAN.D
-    dq = gl.zeros([HALF, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
-    if PLAN.TILES:  # of each consumer's keys
-        for c in gl.static_range(2):
-            ds = ds_s.index((n & 1) * 2 + c)
-            k = k_s.index(0).slice(c * HALF, HALF, dim=0)
-            if D == HALF:
-                ds = ds.slice(C * HALF, HALF, dim=0)
-            else:
-                k = k.slice(C * HALF, HALF, dim=1)
-            dq = warpgroup_mma(ds, k, dq, use_acc=c > 0, is_async=True)
-        return dq
+    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 32 or 64]: its queries, or, if there are 64
+    in all, its columns."""
+    WIDE: gl.constexpr = min(PLAN.D, 64)
+    zeros = gl.zeros([HALF, WIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16]))
+    if PLAN.TILES:  # the tiles of both consumers side by side
+        ds = ds_s.reinterpret(ds_s.dtype, [2, PLAN.BLOCK_M, BLOCK_N], ds_s.type.layout).index(n & 1)
     else:
-        ds = ds_s.index(n & 1)
-        k = k_s.index(0)
-        if D == HALF:
-            ds = ds.slice(C * HALF, HALF, dim=1)
-        else:
-            k = k.slice(C * HALF, HALF, dim=1)
-        return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+        ds = ds_s.index(n & 1).permute((1, 0))
+    k = k_s.index(0)
+    if PLAN.D <= 64:
+        ds = ds.slice(C * HALF, HALF, dim=0)
+    else:
+        k = k.slice(C * HALF, HALF, dim=1)
+    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -84,19 +76,20 @@ def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_dq(dq, DQ, block, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to add piece n, a [64, 64] accumulator, to the sum in memory: as [32, 128], where a thread holds 16 bytes
-    in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp."""
+    """Begin to add piece n, a [64, 32 or 64] accumulator, to the sum in memory: as [16 or 32, 128], where a thread
+    holds 16 bytes in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp."""
+    WIDE: gl.constexpr = dq.shape[1]
     _, _, _, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
     if PLAN.ADDER:
         mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
     tma.store_wait(0)  # what was added or stored last has left shared memory
-    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([HALF // 2, 128])
+    dq = dq.reshape([4, 2, 8, WIDE // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([WIDE // 2, 128])
     dq_s.index(C).store(dq)
     fence_async_shared()
     if PLAN.ADDER:
         mbarrier.arrive(dq_full.index(C), count=1)
     else:
-        tma.async_atomic_add(DQ, [block * HALF + C * (HALF // 2), 0], dq_s.index(C))
+        tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
 
 
 @gluon.jit
@@ -311,7 +304,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROOM: gl.constexpr = 128 // D  # for so many results
+    ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
     stride_kh, stride_kn, stride_vh, stride_vn = strides

@@ -1,0 +1,282 @@
+"""The gradient of a full bias on Hopper (Gluon), summed over the (batch, head) that share its slices.
+
+    dbias = sum P (dO V^T - delta);  P = exp(S + bias - lse)
+
+A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries; the sum stays in
+registers while a producer warp brings q, k, dO and v of one (batch, head) after the other. Two of the backward's five
+products are repeated, but nothing is added in memory, so the bits do not vary. Tiles leave by the buffer that their
+bias came in. Where tiles are too few for the GPU, several programs share the sum, and their parts are added afterwards.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from triton.language.core import PropagateNan
+
+from adatom.ops.attention.problem import Inputs, Options
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered, sum_of_parts
+from adatom.tiles.hopper import (
+    LOG2E,
+    Launch,
+    fence_async_shared,
+    gl,
+    gluon,
+    keys_of_query,
+    keys_seen,
+    keys_shared,
+    let_next,
+    load_tile,
+    load_tile_and_numbers,
+    make_barriers,
+    make_tiles,
+    release,
+    slot,
+    store_tile,
+    tanh_of_scores,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = gl.constexpr(128)  # queries and keys of a tile
+HALF = gl.constexpr(64)  # queries of a consumer
+KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+CONFIGS = {32: 4, 64: 2, 128: 1}  # head_dim in memory: buffers of q and k, and of dO and v
+_SPILL = 512  # under a mask, at head_dim 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel is compiled for."""
+
+    SHARED_HEADS: bool  # all heads share a slice
+    SOFTCAP: bool
+    LEFT: bool  # windows
+    RIGHT: bool
+    EVEN_N: bool  # all blocks of keys are whole
+    LENS: bool
+    STAGED: bool  # tiles leave by TMA
+    STAGES: int
+    BIAS_STAGES: int
+
+
+@gluon.constexpr_function
+def _plan(*fields):
+    return Plan(*fields)
+
+
+@gluon.jit
+def _tile(t, counts, PLAN: gl.constexpr):
+    """(slice of the bias, part, first query, first key, first and end of the sharers) of tile t."""
+    heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, _ = counts
+    n_m = (len_q + BLOCK - 1) // BLOCK
+    n_n = (len_k + BLOCK - 1) // BLOCK
+    m0 = t // n_n % n_m * BLOCK
+    n0 = t % n_n * BLOCK
+    piece = t // (n_m * n_n)
+    part = piece // slices
+    shared = repeats * (heads // bias_heads)
+    share = (shared + parts - 1) // parts
+    first = part * share
+    end = gl.minimum(first + share, shared)
+    if (PLAN.LEFT or PLAN.RIGHT) and not PLAN.LENS:  # nobody sees a tile outside the window
+        begin_k, end_k = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK, BLOCK)
+        end = gl.where((n0 >= begin_k) & (n0 < end_k), end, first)
+    return piece - part * slices, part, m0, n0, first, end
+
+
+@gluon.jit
+def _sharer(r, piece, counts, PLAN: gl.constexpr):
+    """(batch, head) number r of those that share a slice of the bias."""
+    heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, _ = counts
+    if PLAN.SHARED_HEADS:
+        return piece * repeats + r // heads, r % heads
+    else:
+        return piece // bias_heads * repeats + r, piece % bias_heads
+
+
+@gluon.jit
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, rings, counts, PLAN: gl.constexpr):
+    """Keeps the rings full."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, qk_full, qk_empty, dv_full, dv_empty, bias_full, bias_empty = rings
+    heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles = counts
+    bias_b, bias_h = several
+    STAGES: gl.constexpr = PLAN.STAGES
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, _part, m0, n0, first, end = _tile(t, counts, PLAN)
+        i_bias = slot(turn, PLAN.BIAS_STAGES)
+        wait_empty(bias_empty, turn, PLAN.BIAS_STAGES)
+        for c in gl.static_range(2):
+            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
+                      bias_full.index(i_bias), bias_s.index(i_bias * 2 + c))
+        for r in range(first, end):
+            b, h = _sharer(r, piece, counts, PLAN)
+            hk = h // (heads // kv_heads)
+            row = (b * heads + h) * padded + m0
+            i = slot(n, STAGES)
+            wait_empty(qk_empty, n, STAGES)
+            load_tile_and_numbers(Q, b, h, m0, Lse, row, qk_full.index(i), q_s.index(i), lse_s.index(i))
+            load_tile(K, b, hk, n0, 0, qk_full.index(i), k_s.index(i))
+            wait_empty(dv_empty, n, STAGES)
+            load_tile_and_numbers(DOut, b, h, m0, Delta, row, dv_full.index(i), do_s.index(i), delta_s.index(i))
+            load_tile(V, b, hk, n0, 0, dv_full.index(i), v_s.index(i))
+            n += 1
+        turn += 1
+
+
+@gluon.jit
+def _consumer(DBias, Lens, rings, counts, scale, softcap, C: gl.constexpr, PLAN: gl.constexpr):
+    """Sums HALF rows of every tile."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, qk_full, qk_empty, dv_full, dv_empty, bias_full, bias_empty = rings
+    heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, most_k, left, right, n_tiles = counts
+    STAGES: gl.constexpr = PLAN.STAGES
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, S)
+    zeros = gl.zeros([HALF, BLOCK], gl.float32, S)
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, part, m0, n0, first, end = _tile(t, counts, PLAN)
+        m0 += C * HALF
+        tile = bias_s.index(slot(turn, PLAN.BIAS_STAGES) * 2 + C)
+        wait_full(bias_full, turn, PLAN.BIAS_STAGES)
+        acc = zeros
+        for r in range(first, end):
+            i = slot(n, STAGES)
+            wait_full(qk_full, n, STAGES)
+            q = q_s.index(i).slice(C * HALF, HALF, dim=0)
+            s = warpgroup_mma(q, k_s.index(i).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            wait_full(dv_full, n, STAGES)
+            do = do_s.index(i).slice(C * HALF, HALF, dim=0)
+            dp = warpgroup_mma(do, v_s.index(i).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
+            delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
+            len_k = most_k
+            if PLAN.LENS:
+                b, h = _sharer(r, piece, counts, PLAN)
+                len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), most_k)
+            begin, end_k = keys_shared(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, HALF)
+            cut = (n0 < begin) | (n0 + BLOCK > end_k)
+            rows = m0 + gl.arange(0, HALF, ROWS)
+            columns = n0 + gl.arange(0, BLOCK, COLUMNS)
+            since, until = keys_of_query(rows, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            if PLAN.SOFTCAP:
+                s = tanh_of_scores(s * (scale / softcap)) * (softcap * LOG2E)
+            else:
+                s = s * (scale * LOG2E)
+            s = s + (tile.load(S).to(gl.float32) - lse[:, None]) * LOG2E
+            if PLAN.LEFT or PLAN.RIGHT or not PLAN.EVEN_N:
+                if cut:
+                    seen = columns[None, :] <= until[:, None]
+                    if PLAN.LEFT:
+                        seen &= columns[None, :] >= since[:, None]
+                    s = gl.where(seen, s, float("-inf"))
+            p = gl.exp2(gl.minimum(s, 0.0, propagate_nan=KEEP_NAN))  # a bias of -1e9: lse is rounded by more than 1
+            release(qk_empty, n, STAGES)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ds = p * (dp - delta[:, None])
+            if PLAN.LENS:  # values beyond may be NaN
+                if cut:
+                    ds = gl.where(columns[None, :] < len_k, ds, 0.0)
+            acc += ds
+            release(dv_empty, n, STAGES)
+            n += 1
+        if PLAN.STAGED:
+            tile.store(acc.to(tile.dtype))
+            fence_async_shared()
+            store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
+            tma.store_wait(0)
+            gl.barrier()
+        else:
+            rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
+            columns = n0 + gl.arange(0, BLOCK, COLUMNS)[None, :]
+            X = DBias + (part * slices + piece).to(gl.int64) * len_q * most_k
+            at = rows.to(gl.int64) * most_k + columns
+            gl.store(X + at, acc.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < most_k))
+        release(bias_empty, turn, PLAN.BIAS_STAGES)
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "bias_heads", "slices", "parts", "padded", "n_tiles"])
+def _sum_kernel(Q, K, V, Bias, Lens, DOut, Lse, Delta, DBias, bias_b, bias_h,
+                heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles, scale,
+                softcap, SHARED_HEADS: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                EVEN_N: gl.constexpr, LENS: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr,
+                STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k).
+
+    Lse, Delta: float32, one number for each query, `padded` of them for each (batch, head). repeats: consecutive batch
+    elements share a slice, whose number is multiplied by bias_b, that of its head by bias_h: 0 along expanded ones.
+    """
+    PLAN: gl.constexpr = _plan(SHARED_HEADS, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, STAGED, STAGES, BIAS_STAGES)
+    q_s = make_tiles(Q, STAGES)
+    k_s = make_tiles(K, STAGES)
+    do_s = make_tiles(DOut, STAGES)
+    v_s = make_tiles(V, STAGES)
+    bias_s = make_tiles(Bias, BIAS_STAGES * 2)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
+    qk_full = make_barriers(STAGES, 2)
+    qk_empty = make_barriers(STAGES, 2)
+    dv_full = make_barriers(STAGES, 2)
+    dv_empty = make_barriers(STAGES, 2)
+    bias_full = make_barriers(BIAS_STAGES, 2)
+    bias_empty = make_barriers(BIAS_STAGES, 2)
+    fence_async_shared()
+    let_next(EARLY)
+    wait_for_previous(EARLY)
+    rings = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, qk_full, qk_empty, dv_full, dv_empty, bias_full, bias_empty)
+    counts = (heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles)
+    several = (bias_b, bias_h)
+    gl.warp_specialize([
+        (_consumer, (DBias, Lens, rings, counts, scale, softcap, 0, PLAN)),
+        (_consumer, (DBias, Lens, rings, counts, scale, softcap, 1, PLAN)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, rings, counts, PLAN)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def _launch(x: Inputs, o: Options, bias: torch.Tensor, padded: int) -> Launch:
+    call = Call(x, o)
+    dim = next(d for d in CONFIGS if max(call.head_dim, call.head_dim_v) <= d)
+    n, wide = BLOCK.value, bias.element_size() > 2
+    slices = bias.shape[0] * bias.shape[1]
+    shared = call.batch * call.heads // max(slices, 1)
+    tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
+    parts = max(1, min(shared // 4, call.device.sms // max(tiles, 1)))
+    parts = -(-shared // -(-shared // parts))  # each has something to add
+    staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    scalars = (
+        *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.kv_heads, call.repeats, bias.shape[1],
+        slices, parts, padded, call.len_q, call.len_k, call.left, call.right, tiles * parts, call.scale, o.softcap,
+    )  # fmt: skip
+    meta = {
+        "SHARED_HEADS": bias.shape[1] < call.heads, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0,
+        "RIGHT": call.right >= 0, "EVEN_N": call.even(call.len_k, n), "LENS": x.kv_lens is not None, "STAGED": staged,
+        "EARLY": True, "STAGES": CONFIGS[dim], "BIAS_STAGES": 1 if wide else 2, "num_warps": 4, "launch_pdl": True,
+    }  # fmt: skip
+    blocks = {
+        "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
+        "Bias": (n // 2, n),
+    }  # fmt: skip
+    if staged:
+        blocks["DBias"] = (n // 2, n)
+    return Launch(_sum_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+
+
+def bias_pass(
+    x: Inputs, o: Options, lse: torch.Tensor, delta: torch.Tensor, dout: torch.Tensor, padded: int
+) -> torch.Tensor:
+    """The gradient of a full float bias, as the bias. lse (natural) and delta: float32, `padded` numbers, a multiple of
+    4, for each (batch, head)."""
+    bias = x.bias
+    assert bias is not None
+    launch = remembered(x, "bwd_bias", lambda: _launch(x, o, bias, padded))
+    return sum_of_parts(launch, bias, x.q, x.k, x.v, bias, x.kv_lens, dout, lse, delta)
