@@ -48,6 +48,7 @@ from adatom.tiles.hopper import (
 )
 
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, see docs/hopper.md
+_INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 
 
@@ -88,7 +89,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, EARLY: gl.constexpr,
                 DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
                 RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
-                TILES: gl.constexpr, SUMS: gl.constexpr, REGISTERS: gl.constexpr):
+                TILES: gl.constexpr, SUMS: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr,
+                REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -101,20 +103,22 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     here; then n_heads is their number.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS)
-    k_s = make_tiles(K, 1)
-    v_s = make_tiles(V, 1)
+                                   DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS,
+                                   INSIDE, KV_STAGES)
+    k_s = make_tiles(K, KV_STAGES)
+    v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
     do_s = make_tiles(DOut, STAGES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], Delta.layout)
     DS: gl.constexpr = [4, BLOCK_M, HALF] if TILES else [2, BLOCK_N, BLOCK_M]
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, min(D, 64) // 2, 128], DQ.layout)
+    PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), min(D, 64) // 2, 128], PIECE)
     number_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_full = make_barriers(1, 1)
-    v_full = make_barriers(1, 1)
-    kv_empty = make_barriers(1, 4 if ADDER and DYNAMIC else 2)
+    k_full = make_barriers(KV_STAGES, 1)
+    v_full = make_barriers(KV_STAGES, 2)
+    kv_empty = make_barriers(KV_STAGES, 4 if ADDER and DYNAMIC else 2)
     q_full = make_barriers(STAGES, 1)
     q_empty = make_barriers(STAGES, 2)
     do_full = make_barriers(STAGES, 1)
@@ -194,13 +198,20 @@ class Launches(NamedTuple):
     table: launch.Launch | None  # of the tiles of packed sequences
     before: launch.Launch
     main: Launch
-    behind: launch.Launch
+    behind: launch.Launch | None  # none: dQ was summed in shared memory
     lines: int  # numbers of that table
     blocks: int  # of queries, of all heads
     block_m: int
     sums: int  # lines of 128 numbers of the sum of dQ
+    ordered: bool  # programs wait for each other
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
+
+
+def _inside(call: Call, dim: int, config: Config) -> int:
+    """Blocks of queries of a head, if a program can have all of it and sum its dQ in shared memory, else 0."""
+    n_m = blocks_of_head(call, config.block_m)
+    return n_m if dim == 32 and n_m <= _INSIDE and not call.varlen and call.heads == call.kv_heads else 0
 
 
 def _launches(
@@ -211,6 +222,8 @@ def _launches(
     dim = next(d for d in (32, 64, 128) if max(call.head_dim, call.head_dim_v) <= d)
     left, right, lens = call.left >= 0, call.right >= 0, x.kv_lens is not None
     config = CONFIGS[dim, left or right or lens or call.varlen]
+    inside = _inside(call, dim, config)
+    ordered = ordered and not inside
     if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
         config = config._replace(tiles="one")
     m, n = config.block_m, BLOCK_N.value
@@ -218,8 +231,8 @@ def _launches(
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, ORDERED=ordered, PLAIN=plain, NATURAL=natural,
-                          BIAS=kind == QUERY.value)  # fmt: skip
+    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, SUM=not inside, ORDERED=ordered, PLAIN=plain,
+                          NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
@@ -229,6 +242,8 @@ def _launches(
         together = max(together, 3 * call.device.sms * m // sharing)
         least = max(1, _TOGETHER // sharing) if right else 1
     group = max(1, min(n_heads, max(together // call.len_q, least)))
+    if inside:
+        group = 1
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         *call.strides(grads[1])[1:], *call.strides(grads[2])[1:], stride_bb, stride_bh, stride_bn,
@@ -237,24 +252,26 @@ def _launches(
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if call.varlen else (dim, dim)  # TMA knows them otherwise
     blocks = {
-        "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
-        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (min(dim, 64) // 2, 128),
+        "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
+        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else (min(dim, 64) // 2, 128),
     }  # fmt: skip
     stages = 1
     if kind == FULL.value:
         blocks["Bias"] = (m // config.parts, n // 2)
-        stages = 1 if x.bias.element_size() > 2 else 2 if dim > 32 else 4  # type: ignore[union-attr]
+        stages = 1 if x.bias.element_size() > 2 else 2  # type: ignore[union-attr]
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
+    programs = n_tiles if config.tiles == "one" else min(n_heads if inside else n_tiles, call.device.sms)
     main = Launch(
-        _bwd_kernel, n_tiles if config.tiles == "one" else min(n_tiles, call.device.sms), scalars,
+        _bwd_kernel, programs, scalars,
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ADDER": ordered or call.varlen, "ORDERED": ordered, "EARLY": True,
-            "DYNAMIC": config.tiles == "dynamic", "BLOCK_M": m,
+            "DYNAMIC": config.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums,
+            "INSIDE": inside, "KV_STAGES": 2 if inside else 1,
             "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
         },
         config.spill, blocks,
@@ -262,7 +279,8 @@ def _launches(
     table = table_launch(call, n, together, least, True, m) if call.varlen else None
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
-    return Launches(table, before, main, behind, lines, n_blocks, m, n_blocks * m * dim // 128, dbias, plain)
+    sums = 0 if inside else n_blocks * m * dim // 128
+    return Launches(table, before, main, None if inside else behind, lines, n_blocks, m, sums, ordered, dbias, plain)
 
 
 def _backward(
@@ -275,9 +293,9 @@ def _backward(
     grads = dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, grads, dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
-    total = empty((plan.sums, 128), lse)
+    total = empty((plan.sums, 128), lse) if plan.behind else None
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
-    turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if ordered else None
+    turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if plan.ordered else None
     order, bias = None, x.bias
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
@@ -288,10 +306,12 @@ def _backward(
     plain = empty_like(lse) if plan.plain else None
     plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     plan.main(
-        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk), boxed(dv), total, tiles, sums,
+        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk), boxed(dv),
+        boxed(dq) if total is None else total, tiles, sums,
         dk, dv, order, x.kv_lens, taken, turns,
     )  # fmt: skip
-    plan.behind(total, dq, x.cu_seqlens_q)
+    if plan.behind:
+        plan.behind(total, dq, x.cu_seqlens_q)
     if plain is None and (plan.dbias.rows or x.sinks is not None):
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     dbias = tiles

@@ -29,10 +29,10 @@ def _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN: tl.constexpr, BLOCK_
 def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, Cu, Bias, stride_ob, stride_oh,
                    stride_om, stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, repeats, heads, len_q,
                    n_m, n_sequences, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
-                   DLSE: tl.constexpr, ORDERED: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr,
+                   DLSE: tl.constexpr, SUM: tl.constexpr, ORDERED: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr,
                    BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
                    BLOCK_M: tl.constexpr):
-    """Of a block of queries: delta, lse as the backward wants it (Rows), and zeros for the sum of dQ. PLAIN: delta also
+    """Of a block of queries: delta, lse as the backward wants it (Rows), and for the SUM of dQ zeros. PLAIN: delta also
     as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the
     bias per query."""
     after_previous(EARLY)
@@ -46,8 +46,9 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
         tl.store(Taken, 0)
     if ORDERED:
         tl.store(Turns + pid * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
-    zeros = tl.arange(0, BLOCK_M * D)
-    tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
+    if SUM:
+        zeros = tl.arange(0, BLOCK_M * D)
+        tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
     o = load_tile(Out + at(b, h, start, stride_ob, stride_oh, stride_om, PIECE), b, h, m0, stride_om, length, BLOCK_M,
                   HEAD_DIM_V, BLOCK_DV, False, False, PIECE)
     do = load_tile(DOut + at(b, h, start, stride_gb, stride_gh, stride_gm, PIECE), b, h, m0, stride_gm, length, BLOCK_M,
@@ -102,7 +103,7 @@ def ends(
     call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, **meta: bool
 ) -> tuple[Launch, Launch]:
     """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; meta:
-    DLSE, ORDERED, PLAIN, NATURAL and BIAS of the one before."""
+    DLSE, SUM, ORDERED, PLAIN, NATURAL and BIAS of the one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     sizes = (call.heads, call.len_q, n_m, call.batch)

@@ -62,6 +62,8 @@ class Plan:
     BIAS_STAGES: int  # buffers of a full bias, each for PART queries
     TILES: bool  # the gradient of the bias is stored tile by tile
     SUMS: bool  # it is summed over queries
+    INSIDE: int  # a program has whole heads and sums their dQ, so many blocks of queries, in shared memory; or 0
+    KV_STAGES: int
 
 
 @gluon.constexpr_function
@@ -139,6 +141,24 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def first_tile(n_blocks, PLAN: gl.constexpr):
+    """The first tile that a program takes if nobody hands them out; a head has n_blocks."""
+    if PLAN.INSIDE:
+        return gl.program_id(0) * n_blocks
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def tile_behind(t, n_blocks, PLAN: gl.constexpr):
+    """The tile that a program takes after tile t if nobody hands them out: INSIDE, the next of the head."""
+    if PLAN.INSIDE:
+        return t + 1 + gl.where((t + 1) % n_blocks == 0, (gl.num_programs(0) - 1) * n_blocks, 0)
+    else:
+        return t + gl.num_programs(0)
+
+
+@gluon.jit
 def tiles_in_all(Order, counts, PLAN: gl.constexpr):
     """How many tiles there are."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
@@ -170,21 +190,23 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     k_full, v_full, kv_empty, q_full, q_empty, do_full, do_empty, _, _, _, bias_full, bias_empty = bars
     sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)
+    n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
     n = 0
     turn = 0
-    t = gl.program_id(0)
+    t = first_tile(n_blocks, PLAN)
     if PLAN.DYNAMIC and PLAN.ORDERED:
         t = gl.atomic_add(Taken, 1, sem="relaxed")
     while t < n_tiles:
-        following = t + gl.num_programs(0)
+        following = tile_behind(t, n_blocks, PLAN)
         if PLAN.DYNAMIC and not PLAN.ORDERED:
             following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        wait_empty(kv_empty, turn, 1)
+        i_kv = slot(turn, PLAN.KV_STAGES)
+        wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
             number_s.store(gl.full([1], t, gl.int32, ONE))
-        load_tile(K, b, hk, start_k + n0, 0, k_full.index(0), k_s.index(0))
+        load_tile(K, b, hk, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
             m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
@@ -194,7 +216,8 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
             load_tile_and_numbers(Q, b, h, start_q + m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i),
                                   lse_s.index(i))
             if j == 0:
-                load_tile(V, b, hk, start_k + n0, 0, v_full.index(0), v_s.index(0))
+                for c in gl.static_range(2):
+                    load_tile(V, b, hk, start_k + n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
             wait_empty(do_empty, n, STAGES)
             load_tile_and_numbers(DOut, b, h, start_q + m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                   delta_s.index(i))

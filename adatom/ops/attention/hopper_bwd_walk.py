@@ -15,8 +15,10 @@ from adatom.ops.attention.hopper_bwd_feed import (
     NONE,
     before_first,
     blocks_of,
+    first_tile,
     number_of,
     step,
+    tile_behind,
     tile_of,
     tiles_in_all,
 )
@@ -46,7 +48,7 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
-def _dq_product(ds_s, n, k_s, C: gl.constexpr, PLAN: gl.constexpr):
+def _dq_product(ds_s, n, k, C: gl.constexpr, PLAN: gl.constexpr):
     """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 32 or 64]: its queries, or, if there are 64
     in all, its columns."""
     WIDE: gl.constexpr = min(PLAN.D, 64)
@@ -55,7 +57,6 @@ def _dq_product(ds_s, n, k_s, C: gl.constexpr, PLAN: gl.constexpr):
         ds = ds_s.reinterpret(ds_s.dtype, [2, PLAN.BLOCK_M, BLOCK_N], ds_s.type.layout).index(n & 1)
     else:
         ds = ds_s.index(n & 1).permute((1, 0))
-    k = k_s.index(0)
     if PLAN.D <= 64:
         ds = ds.slice(C * HALF, HALF, dim=0)
     else:
@@ -75,21 +76,61 @@ def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(dq, DQ, block, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
+def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
     """Begin to add piece n, a [64, 32 or 64] accumulator, to the sum in memory: as [16 or 32, 128], where a thread
-    holds 16 bytes in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp."""
+    holds 16 bytes in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp. INSIDE:
+    the sum is in shared memory, and each of its elements one thread's."""
     WIDE: gl.constexpr = dq.shape[1]
     _, _, _, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
-    if PLAN.ADDER:
-        mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-    tma.store_wait(0)  # what was added or stored last has left shared memory
     dq = dq.reshape([4, 2, 8, WIDE // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([WIDE // 2, 128])
-    dq_s.index(C).store(dq)
-    fence_async_shared()
-    if PLAN.ADDER:
-        mbarrier.arrive(dq_full.index(C), count=1)
+    if PLAN.INSIDE:
+        if PLAN.TILES:
+            tma.store_wait(0)
+        piece = dq_s.index((block - first) * 2 + C)
+        piece.store(piece.load(dq.type.layout) + dq)
     else:
-        tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
+        if PLAN.ADDER:
+            mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+        tma.store_wait(0)  # what was added or stored last has left shared memory
+        dq_s.index(C).store(dq)
+        fence_async_shared()
+        if PLAN.ADDER:
+            mbarrier.arrive(dq_full.index(C), count=1)
+        else:
+            tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
+
+
+@gluon.jit
+def _nothing(D: gl.constexpr):
+    """A piece of dQ of zeros, in the order of its elements in shared memory."""
+    x = gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    return x.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([D // 2, 128])
+
+
+@gluon.jit
+def _clear_sums(dq_s, C: gl.constexpr, PLAN: gl.constexpr):
+    """Zero a consumer's pieces of dQ."""
+    BLOCKS: gl.constexpr = PLAN.INSIDE
+    zeros = _nothing(PLAN.D)
+    for m in gl.static_range(BLOCKS):
+        dq_s.index(m * 2 + C).store(zeros)
+
+
+@gluon.jit
+def _store_sums(DQ, b, h, scale, dq_s, C: gl.constexpr, PLAN: gl.constexpr):
+    """Write a consumer's pieces of dQ, scaled: each by way of the shared memory that it lay in."""
+    D: gl.constexpr = PLAN.D
+    BLOCKS: gl.constexpr = PLAN.INSIDE
+    like = _nothing(D)
+    for m in gl.static_range(BLOCKS):
+        piece = dq_s.index(m * 2 + C)
+        dq = piece.load(like.type.layout).reshape([4, D // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, D])
+        rows = piece.reinterpret(DQ.dtype, [2, HALF, D], as_matrix(DQ.layout)).index(0)
+        rows.store((dq * scale).to(DQ.dtype))
+        fence_async_shared()
+        store_tile(DQ, b, h, m * PLAN.BLOCK_M + C * HALF, 0, rows)
+    tma.store_wait(0)
+    gl.barrier()
 
 
 @gluon.jit
@@ -139,8 +180,10 @@ def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap, C: gl.constexpr, PLAN: gl.constexpr):
-    """dK and dV of a consumer's keys, and its pieces of dQ, over all blocks of queries; also the uses of the rings.
+def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C: gl.constexpr,
+          PLAN: gl.constexpr):
+    """dK and dV of a consumer's keys, which lie in buffer i_kv, and its pieces of dQ, over all blocks of queries; also
+    the uses of the rings.
 
     place: (batch, head of keys, first key, queries, keys, first block, blocks of a head) of `tile_of`. span:
     `blocks_of`. Comments at waits name the products under way, the eldest first.
@@ -165,8 +208,9 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
     QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, _, bias_s, ones_s = tiles
     _, _, _, q_full, q_empty, do_full, do_empty, ds_full, _, _, bias_full, bias_empty = bars
-    k = k_s.index(0).slice(C * HALF, HALF, dim=0)
-    v = v_s.index(0).slice(C * HALF, HALF, dim=0)
+    all_k = k_s.index(i_kv)
+    k = all_k.slice(C * HALF, HALF, dim=0)
+    v = v_s.index(i_kv * 2 + C)
     if PLAN.RESIDENT:
         k = k.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
@@ -186,7 +230,7 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
         if LATE:  # in the first turn there is nothing to add yet
             if j > 0:
                 wait_full(ds_full, n - 1, 2)
-            dq = _dq_product(ds_s, n + 1, k_s, C, PLAN)
+            dq = _dq_product(ds_s, n + 1, all_k, C, PLAN)
         wait_full(do_full, n, STAGES)
         do = do_s.index(i).slice(0, PART, dim=0)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -197,7 +241,7 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
             elif LATE:  # S, dQ, dP
                 s, dq = warpgroup_mma_wait(1, deps=(s, dq))
                 if j > 0:
-                    _add_dq(dq, DQ, before, n - 1, dq_s, bars, C, PLAN)
+                    _add_dq(dq, DQ, before, first, n - 1, dq_s, bars, C, PLAN)
             else:  # S, dP
                 s = warpgroup_mma_wait(1, deps=(s,))
             bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
@@ -249,11 +293,11 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
             release(do_empty, n, STAGES)
         else:
             named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
-            dq = _dq_product(ds_s, n, k_s, C, PLAN)
+            dq = _dq_product(ds_s, n, all_k, C, PLAN)
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
             release(do_empty, n, STAGES)
-            _add_dq(dq, DQ, block, n, dq_s, bars, C, PLAN)
+            _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
         if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
             store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
         if PLAN.SUMS:
@@ -270,19 +314,19 @@ def _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap
                 sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     if LATE:
         wait_full(ds_full, n - 1, 2)
-        dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s, n + 1, k_s, C, PLAN),))
-        _add_dq(dq, DQ, block, n - 1, dq_s, bars, C, PLAN)
+        dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s, n + 1, all_k, C, PLAN),))
+        _add_dq(dq, DQ, block, first, n - 1, dq_s, bars, C, PLAN)
     return dk, dv, n
 
 
 @gluon.jit
-def _clear_keys(n0, len_k, tiles, C: gl.constexpr):
+def _clear_keys(n0, len_k, i_kv, tiles, C: gl.constexpr):
     """Zero this consumer's keys and values beyond the last, which may be NaN. All consumers read them later."""
     k_s, v_s, _, _, _, _, _, _, _, _, _ = tiles
     keys = len_k - n0 - C * HALF
     if keys < HALF:
-        clear_rows(k_s.index(0).slice(C * HALF, HALF, dim=0), keys)
-        clear_rows(v_s.index(0).slice(C * HALF, HALF, dim=0), keys)
+        clear_rows(k_s.index(i_kv).slice(C * HALF, HALF, dim=0), keys)
+        clear_rows(v_s.index(i_kv * 2 + C), keys)
 
 
 @gluon.jit
@@ -304,15 +348,16 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
-    _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
+    ROOM: gl.constexpr = 1 if PLAN.INSIDE else 128 // max(D, 64)  # for so many results
+    _, v_s, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
+    KV_STAGES: gl.constexpr = PLAN.KV_STAGES
+    n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
     stride_kh, stride_kn, stride_vh, stride_vn = strides
-    result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
     n_tiles = tiles_in_all(Order, counts, PLAN)
     n = 0
     turn = 0
-    t = gl.program_id(0)
+    t = first_tile(n_blocks, PLAN)
     if PLAN.DYNAMIC and PLAN.ORDERED:
         wait_full(k_full, turn, 1)
         t = number_of(number_s, 4)
@@ -320,15 +365,22 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         span = blocks_of(n0, len_q, len_k, left, right, PLAN)
         place = (b, hk, n0, len_q, len_k, first, stride)
-        wait_full(k_full, turn, 1)
-        wait_full(v_full, turn, 1)
+        i_kv = slot(turn, KV_STAGES)
+        if PLAN.INSIDE:
+            if n0 == 0:
+                _clear_sums(dq_s, C, PLAN)
+            result = v_s.index(i_kv * 2 + C).reinterpret(DV.dtype, [1, HALF, D], as_matrix(DV.layout))
+        else:
+            result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
+        wait_full(k_full, turn, KV_STAGES)
+        wait_full(v_full, turn, KV_STAGES)
         if PLAN.LENS or PLAN.VARLEN:
-            _clear_keys(n0, len_k, tiles, C)
+            _clear_keys(n0, len_k, i_kv, tiles, C)
         dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
         dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
-        dk, dv, n = _walk(dk, dv, n, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
-        release(kv_empty, turn, 1)
-        turn += 1
+        dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
+        if not PLAN.INSIDE:
+            release(kv_empty, turn, 1)
         if PLAN.ADDER:
             mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
         tma.store_wait(0)
@@ -340,9 +392,15 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
             tma.store_wait(0)
         _store(DK, DKPtr, (stride_kh, stride_kn), dk, result.index(ROOM - 1), b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM)
+        if PLAN.INSIDE:
+            tma.store_wait(0)
+            release(kv_empty, turn, KV_STAGES)
+            if n0 + BLOCK_N >= most_k:
+                _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)
+        turn += 1
         if PLAN.DYNAMIC:
             wait_full(k_full, turn, 1)
             t = number_of(number_s, 4)
         else:
-            t += gl.num_programs(0)
+            t = tile_behind(t, n_blocks, PLAN)
     tma.store_wait(0)
