@@ -14,7 +14,8 @@ import torch
 from triton.language.core import PropagateNan
 
 from adatom.ops.attention.problem import Inputs, Options
-from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered, sum_of_parts
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered
+from adatom.ops.attention.triton_sum import sum_of_parts
 from adatom.tiles.hopper import (
     LOG2E,
     Launch,
@@ -44,7 +45,7 @@ from adatom.tiles.hopper import (
 BLOCK = gl.constexpr(128)  # queries and keys of a tile
 HALF = gl.constexpr(64)  # queries of a consumer
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
-CONFIGS = {32: 4, 64: 2, 128: 1}  # head_dim in memory: buffers of q and k, and of dO and v
+CONFIGS = {32: 4, 64: 2, 128: 1}  # head_dim in memory: buffers of q, k, dO and v
 _SPILL = 512  # under a mask, at head_dim 128
 
 
@@ -99,9 +100,10 @@ def _sharer(r, piece, counts, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, rings, counts, PLAN: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, PLAN: gl.constexpr):
     """Keeps the rings full."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, qk_full, qk_empty, dv_full, dv_empty, bias_full, bias_empty = rings
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
+    full, empty, bias_full, bias_empty = bars
     heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles = counts
     bias_b, bias_h = several
     STAGES: gl.constexpr = PLAN.STAGES
@@ -119,26 +121,67 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, rings, counts, PLAN: gl.
             hk = h // (heads // kv_heads)
             row = (b * heads + h) * padded + m0
             i = slot(n, STAGES)
-            wait_empty(qk_empty, n, STAGES)
-            load_tile_and_numbers(Q, b, h, m0, Lse, row, qk_full.index(i), q_s.index(i), lse_s.index(i))
-            load_tile(K, b, hk, n0, 0, qk_full.index(i), k_s.index(i))
-            wait_empty(dv_empty, n, STAGES)
-            load_tile_and_numbers(DOut, b, h, m0, Delta, row, dv_full.index(i), do_s.index(i), delta_s.index(i))
-            load_tile(V, b, hk, n0, 0, dv_full.index(i), v_s.index(i))
+            wait_empty(empty, n, STAGES)
+            load_tile_and_numbers(Q, b, h, m0, Lse, row, full.index(i), q_s.index(i), lse_s.index(i))
+            load_tile(K, b, hk, n0, 0, full.index(i), k_s.index(i))
+            load_tile_and_numbers(DOut, b, h, m0, Delta, row, full.index(i), do_s.index(i), delta_s.index(i))
+            load_tile(V, b, hk, n0, 0, full.index(i), v_s.index(i))
             n += 1
         turn += 1
 
 
 @gluon.jit
-def _consumer(DBias, Lens, rings, counts, scale, softcap, C: gl.constexpr, PLAN: gl.constexpr):
-    """Sums HALF rows of every tile."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, qk_full, qk_empty, dv_full, dv_empty, bias_full, bias_empty = rings
+def _products(n, tiles, H: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr):
+    """Begin to multiply S and dP, [HALF, HALF], of this consumer's queries and half H of the keys, in use n."""
+    q_s, k_s, do_s, v_s, _, _, _ = tiles
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    i = slot(n, PLAN.STAGES)
+    zeros = gl.zeros([HALF, HALF], gl.float32, S)
+    k = k_s.index(i).slice(H * HALF, HALF, dim=0).permute((1, 0))
+    v = v_s.index(i).slice(H * HALF, HALF, dim=0).permute((1, 0))
+    s = warpgroup_mma(q_s.index(i).slice(C * HALF, HALF, dim=0), k, zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(do_s.index(i).slice(C * HALF, HALF, dim=0), v, zeros, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _summand(s, dp, lse, delta, tile, m0, n0, len_q, len_k, left, right, scale, softcap, PLAN: gl.constexpr):
+    """dS of the queries m0.. and keys n0.. from both products; tile: their bias, in shared memory."""
+    S: gl.constexpr = s.type.layout
+    if PLAN.SOFTCAP:
+        s = tanh_of_scores(s * (scale / softcap)) * (softcap * LOG2E)
+    else:
+        s = s * (scale * LOG2E)
+    s = s + (tile.load(S).to(gl.float32) - lse[:, None]) * LOG2E
+    columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, S))
+    begin, end = keys_shared(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, HALF)
+    cut = (n0 < begin) | (n0 + HALF > end)
+    if PLAN.LEFT or PLAN.RIGHT or not PLAN.EVEN_N:
+        if cut:
+            rows = m0 + gl.arange(0, HALF, gl.SliceLayout(1, S))
+            since, until = keys_of_query(rows, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT)
+            seen = columns[None, :] <= until[:, None]
+            if PLAN.LEFT:
+                seen &= columns[None, :] >= since[:, None]
+            s = gl.where(seen, s, float("-inf"))
+    p = gl.exp2(gl.minimum(s, 0.0, propagate_nan=KEEP_NAN))  # a bias of -1e9: lse is rounded by more than 1
+    ds = p * (dp - delta[:, None])
+    if PLAN.LENS:  # values beyond may be NaN
+        if cut:
+            ds = gl.where(columns[None, :] < len_k, ds, 0.0)
+    return ds
+
+
+@gluon.jit
+def _consumer(DBias, Lens, tiles, bars, counts, scale, softcap, C: gl.constexpr, PLAN: gl.constexpr):
+    """Sums HALF rows of every tile. While one half of its columns is worked on, the products of the other, of this
+    (batch, head) or the next, are made."""
+    _, _, _, _, lse_s, delta_s, bias_s = tiles
+    full, empty, bias_full, bias_empty = bars
     heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, most_k, left, right, n_tiles = counts
     STAGES: gl.constexpr = PLAN.STAGES
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, S)
-    zeros = gl.zeros([HALF, BLOCK], gl.float32, S)
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
@@ -146,60 +189,47 @@ def _consumer(DBias, Lens, rings, counts, scale, softcap, C: gl.constexpr, PLAN:
         m0 += C * HALF
         tile = bias_s.index(slot(turn, PLAN.BIAS_STAGES) * 2 + C)
         wait_full(bias_full, turn, PLAN.BIAS_STAGES)
-        acc = zeros
+        low = gl.zeros([HALF, HALF], gl.float32, S)
+        high = gl.zeros([HALF, HALF], gl.float32, S)
+        if first < end:
+            wait_full(full, n, STAGES)
+        s, dp = _products(n, tiles, 0, C, PLAN)  # of nothing, if nobody shares the tile
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         for r in range(first, end):
+            s_high, dp_high = _products(n, tiles, 1, C, PLAN)
             i = slot(n, STAGES)
-            wait_full(qk_full, n, STAGES)
-            q = q_s.index(i).slice(C * HALF, HALF, dim=0)
-            s = warpgroup_mma(q, k_s.index(i).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            wait_full(dv_full, n, STAGES)
-            do = do_s.index(i).slice(C * HALF, HALF, dim=0)
-            dp = warpgroup_mma(do, v_s.index(i).permute((1, 0)), zeros, use_acc=False, is_async=True)
             lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
             len_k = most_k
             if PLAN.LENS:
                 b, h = _sharer(r, piece, counts, PLAN)
                 len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), most_k)
-            begin, end_k = keys_shared(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, HALF)
-            cut = (n0 < begin) | (n0 + BLOCK > end_k)
-            rows = m0 + gl.arange(0, HALF, ROWS)
-            columns = n0 + gl.arange(0, BLOCK, COLUMNS)
-            since, until = keys_of_query(rows, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            if PLAN.SOFTCAP:
-                s = tanh_of_scores(s * (scale / softcap)) * (softcap * LOG2E)
-            else:
-                s = s * (scale * LOG2E)
-            s = s + (tile.load(S).to(gl.float32) - lse[:, None]) * LOG2E
-            if PLAN.LEFT or PLAN.RIGHT or not PLAN.EVEN_N:
-                if cut:
-                    seen = columns[None, :] <= until[:, None]
-                    if PLAN.LEFT:
-                        seen &= columns[None, :] >= since[:, None]
-                    s = gl.where(seen, s, float("-inf"))
-            p = gl.exp2(gl.minimum(s, 0.0, propagate_nan=KEEP_NAN))  # a bias of -1e9: lse is rounded by more than 1
-            release(qk_empty, n, STAGES)
-            dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = p * (dp - delta[:, None])
-            if PLAN.LENS:  # values beyond may be NaN
-                if cut:
-                    ds = gl.where(columns[None, :] < len_k, ds, 0.0)
-            acc += ds
-            release(dv_empty, n, STAGES)
+            low += _summand(s, dp, lse, delta, tile.slice(0, HALF, dim=1), m0, n0, len_q, len_k, left, right, scale,
+                            softcap, PLAN)
+            s_high, dp_high = warpgroup_mma_wait(0, deps=(s_high, dp_high))
+            release(empty, n, STAGES)
             n += 1
+            if r + 1 < end:
+                wait_full(full, n, STAGES)
+            s, dp = _products(n, tiles, 0, C, PLAN)  # behind the last, of whatever lies there
+            high += _summand(s_high, dp_high, lse, delta, tile.slice(HALF, HALF, dim=1), m0, n0 + HALF, len_q, len_k,
+                             left, right, scale, softcap, PLAN)
+            s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         if PLAN.STAGED:
-            tile.store(acc.to(tile.dtype))
+            tile.slice(0, HALF, dim=1).store(low.to(tile.dtype))
+            tile.slice(HALF, HALF, dim=1).store(high.to(tile.dtype))
             fence_async_shared()
             store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
             tma.store_wait(0)
             gl.barrier()
         else:
-            rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
-            columns = n0 + gl.arange(0, BLOCK, COLUMNS)[None, :]
             X = DBias + (part * slices + piece).to(gl.int64) * len_q * most_k
+            rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
+            columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, S))[None, :]
             at = rows.to(gl.int64) * most_k + columns
-            gl.store(X + at, acc.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < most_k))
+            gl.store(X + at, low.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < most_k))
+            columns += HALF
+            gl.store(X + at + HALF, high.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < most_k))
         release(bias_empty, turn, PLAN.BIAS_STAGES)
         turn += 1
     tma.store_wait(0)
@@ -224,22 +254,21 @@ def _sum_kernel(Q, K, V, Bias, Lens, DOut, Lse, Delta, DBias, bias_b, bias_h,
     bias_s = make_tiles(Bias, BIAS_STAGES * 2)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    qk_full = make_barriers(STAGES, 2)
-    qk_empty = make_barriers(STAGES, 2)
-    dv_full = make_barriers(STAGES, 2)
-    dv_empty = make_barriers(STAGES, 2)
+    full = make_barriers(STAGES, 4)
+    empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIAS_STAGES, 2)
     bias_empty = make_barriers(BIAS_STAGES, 2)
     fence_async_shared()
     let_next(EARLY)
     wait_for_previous(EARLY)
-    rings = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, qk_full, qk_empty, dv_full, dv_empty, bias_full, bias_empty)
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s)
+    bars = (full, empty, bias_full, bias_empty)
     counts = (heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, Lens, rings, counts, scale, softcap, 0, PLAN)),
-        (_consumer, (DBias, Lens, rings, counts, scale, softcap, 1, PLAN)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, rings, counts, PLAN)),
+        (_consumer, (DBias, Lens, tiles, bars, counts, scale, softcap, 0, PLAN)),
+        (_consumer, (DBias, Lens, tiles, bars, counts, scale, softcap, 1, PLAN)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, PLAN)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

@@ -124,7 +124,8 @@ def _store_sums(DQ, b, h, scale, dq_s, C: gl.constexpr, PLAN: gl.constexpr):
     like = _nothing(D)
     for m in gl.static_range(BLOCKS):
         piece = dq_s.index(m * 2 + C)
-        dq = piece.load(like.type.layout).reshape([4, D // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, D])
+        dq = piece.load(like.type.layout).reshape([4, D // 8, 8, 4, 2, 2])
+        dq = dq.permute((0, 4, 2, 1, 3, 5)).reshape([HALF, D])
         rows = piece.reinterpret(DQ.dtype, [2, HALF, D], as_matrix(DQ.layout)).index(0)
         rows.store((dq * scale).to(DQ.dtype))
         fence_async_shared()

@@ -30,9 +30,9 @@ from adatom.ops.attention.triton_call import (
     reduce_to,
     remembered,
     sink_grad,
-    sum_of_parts,
 )
 from adatom.ops.attention.triton_jvp import Directions, tangent_pass
+from adatom.ops.attention.triton_sum import sum_of_parts
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     FULL,

@@ -319,18 +319,6 @@ def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return sum_to_bias(sums, bias).to(bias.dtype)
 
 
-def sum_of_parts(launch: Launch, bias: torch.Tensor, *before: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of a bias, in its dtype: what `launch` makes of the tensors `before` and a place for its parts."""
-    shape = tuple(bias.shape)
-    if launch.parts == 1:
-        launch(*before, dbias := empty(shape, bias))
-        return dbias
-    launch(*before, sums := empty((launch.parts, *shape), bias, torch.float32))
-    if launch.parts == 2:  # in one more launch
-        return torch.add(sums[0], sums[1], out=empty(shape, bias))
-    return sums.sum(0).to(bias.dtype)
-
-
 def broadcast_strides(bias: torch.Tensor | None) -> tuple[int, int, int, int]:
     """Strides of a 4-D bias, 0 along dimensions of size 1, and where there is none."""
     if bias is None:
