@@ -276,6 +276,9 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             if PLAN.SOFTCAP:
                 ds *= slope
             ds = ds.to(q.dtype)
+            if PLAN.INSIDE and part == 0:
+                if j == 0:  # dK and dV of the keys before have left it
+                    tma.store_wait(0)
             _keep_ds(ds, ds_s, n, part, C, PLAN)
             ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
             if PLAN.SUMS:
@@ -349,8 +352,8 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROOM: gl.constexpr = 1 if PLAN.INSIDE else 128 // max(D, 64)  # for so many results
-    _, v_s, _, _, _, _, _, dq_s, number_s, _, _ = tiles
+    ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
+    _, _, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
@@ -370,9 +373,6 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         if PLAN.INSIDE:
             if n0 == 0:
                 _clear_sums(dq_s, C, PLAN)
-            result = v_s.index(i_kv * 2 + C).reinterpret(DV.dtype, [1, HALF, D], as_matrix(DV.layout))
-        else:
-            result = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
         wait_full(k_full, turn, KV_STAGES)
         wait_full(v_full, turn, KV_STAGES)
         if PLAN.LENS or PLAN.VARLEN:
@@ -380,25 +380,32 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
         dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
         dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
-        if not PLAN.INSIDE:
-            release(kv_empty, turn, 1)
+        release(kv_empty, turn, KV_STAGES)
+        turn += 1
         if PLAN.ADDER:
             mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-        tma.store_wait(0)
+        if PLAN.INSIDE:  # what both have read: dS of the visit before the last
+            if PLAN.TILES:
+                room = ds_s.index((n & 1) * 2 + C).reinterpret(DV.dtype, [128 // D, HALF, D], as_matrix(DV.layout))
+                place_dv, place_dk = room.index(0), room.index(1)
+            else:
+                room = ds_s.index(n & 1).reinterpret(DV.dtype, [256 // D, HALF, D], as_matrix(DV.layout))
+                place_dv, place_dk = room.index(C * 2), room.index(C * 2 + 1)
+        else:
+            tma.store_wait(0)
+            room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
+            place_dv, place_dk = room.index(0), room.index(ROOM - 1)
         row = n0 + C * HALF
-        _store(DV, DVPtr, (stride_vh, stride_vn), dv, result.index(0), b, hk, start_k, row, len_k, PLAN,
+        _store(DV, DVPtr, (stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM_V)
         dk *= scale
         if ROOM == 1:
             tma.store_wait(0)
-        _store(DK, DKPtr, (stride_kh, stride_kn), dk, result.index(ROOM - 1), b, hk, start_k, row, len_k, PLAN,
+        _store(DK, DKPtr, (stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM)
         if PLAN.INSIDE:
-            tma.store_wait(0)
-            release(kv_empty, turn, KV_STAGES)
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)
-        turn += 1
         if PLAN.DYNAMIC:
             wait_full(k_full, turn, 1)
             t = number_of(number_s, 4)

@@ -148,16 +148,26 @@ def hopper_bwd_any(p: Problem) -> str | None:
     return _narrow_values(p)
 
 
+def _whole_heads(p: Problem) -> bool:
+    """Whether programs of the Gluon backward take whole heads and sum dQ in shared memory."""
+    return max(p.head_dim, p.head_dim_v) <= 32 and p.seqlen_q <= 512 and p.heads == p.kv_heads and not p.varlen
+
+
 def hopper_bwd(p: Problem) -> str | None:
     """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd_any(p)) is not None:
         return why
     dim, masked = max(p.head_dim, p.head_dim_v), p.causal or p.window
-    if dim <= 32:
-        return "computes as if head_dim were 64, which is slow at 32 and below"
+    if _whole_heads(p):
+        heads, sms = p.batch * p.heads, p.device.sms
+        if 4 * heads < 3 * sms * -(-heads // sms):
+            return f"gives programs whole heads, {heads} of which do not fill a GPU of {sms} multiprocessors"
+        if min(p.seqlen_q, p.seqlen_k) < 256:
+            return "computes tiles of 128 queries and keys, which is slow below 256"
     if p.varlen and p.least_length // p.batch < 256:
         return "sums dQ in memory, which is slow for sequences of a few hundred tokens"
-    if p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512:
+    short = p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512
+    if short and not _whole_heads(p):
         return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
     if p.window and p.window_keys <= 1024:
         return "sums dQ in memory, which is slow under windows of 1024 keys and below"
@@ -178,6 +188,6 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
     """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd(p)) is not None:
         return why
-    if (p.causal or p.window) and not p.varlen and p.least_length < 2048:
+    if (p.causal or p.window) and not p.varlen and not _whole_heads(p) and p.least_length < 2048:
         return "adds to dQ in order, which takes too long under a mask at lengths below 2048"
     return None
