@@ -45,7 +45,9 @@ from adatom.tiles.hopper import (
 BLOCK = gl.constexpr(128)  # queries and keys of a tile
 HALF = gl.constexpr(64)  # queries of a consumer
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
-CONFIGS = {32: 4, 64: 2, 128: 1}  # head_dim in memory: buffers of q, k, dO and v
+# (head_dim in memory, whether the bias is kept in float32): buffers of q, k, dO and v
+CONFIGS = {(32, False): 4, (32, True): 3, (64, False): 2, (64, True): 2, (128, False): 1, (128, True): 1}
+_MANY = 8  # sharers of a slice, for each of which its bias need not be widened again
 _SPILL = 512  # under a mask, at head_dim 128
 
 
@@ -60,6 +62,7 @@ class Plan:
     EVEN_N: bool  # all blocks of keys are whole
     LENS: bool
     STAGED: bool  # tiles leave by TMA
+    WIDE: bool  # the bias, which many share, waits in float32 and in log2 units
     STAGES: int
     BIAS_STAGES: int
 
@@ -102,7 +105,7 @@ def _sharer(r, piece, counts, PLAN: gl.constexpr):
 @gluon.jit
 def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, PLAN: gl.constexpr):
     """Keeps the rings full."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _ = tiles
     full, empty, bias_full, bias_empty = bars
     heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles = counts
     bias_b, bias_h = several
@@ -133,7 +136,7 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, PLA
 @gluon.jit
 def _products(n, tiles, H: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr):
     """Begin to multiply S and dP, [HALF, HALF], of this consumer's queries and half H of the keys, in use n."""
-    q_s, k_s, do_s, v_s, _, _, _ = tiles
+    q_s, k_s, do_s, v_s, _, _, _, _ = tiles
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     i = slot(n, PLAN.STAGES)
     zeros = gl.zeros([HALF, HALF], gl.float32, S)
@@ -145,14 +148,45 @@ def _products(n, tiles, H: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _summand(s, dp, lse, delta, tile, m0, n0, len_q, len_k, left, right, scale, softcap, PLAN: gl.constexpr):
-    """dS of the queries m0.. and keys n0.. from both products; tile: their bias, in shared memory."""
+def _log2_units(x):
+    """x / ln 2, rounded: never part of a fused multiply-add."""
+    asm: gl.constexpr = "mul.rn.f32 $0, $1, 0f3FB8AA3B;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _keep_wide(tile, wide_s, H: gl.constexpr, C: gl.constexpr):
+    """Write a consumer's bias of half H of the keys, in float32 and in log2 units: as [32, 128], where a thread holds 16
+    bytes in a row and a warp 512, so that nothing moves between threads."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    x = _log2_units(tile.slice(H * HALF, HALF, dim=1).load(S).to(gl.float32))
+    wide_s.index(C * 2 + H).store(x.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([32, 128]))
+
+
+@gluon.jit
+def _bias_of(tile, wide_s, H: gl.constexpr, C: gl.constexpr, PLAN: gl.constexpr):
+    """A consumer's bias of half H of the keys, [HALF, HALF], in float32 and in log2 units."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    if PLAN.WIDE:
+        like = gl.zeros([HALF, HALF], gl.float32, S)
+        like = like.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([32, 128])
+        x = wide_s.index(C * 2 + H).load(like.type.layout)
+        x = x.reshape([4, 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, HALF])
+        return gl.convert_layout(x, S, assert_trivial=True)
+    else:
+        return _log2_units(tile.slice(H * HALF, HALF, dim=1).load(S).to(gl.float32))
+
+
+@gluon.jit
+def _summand(s, dp, lse, delta, bias, m0, n0, len_q, len_k, left, right, scale, softcap, PLAN: gl.constexpr):
+    """dS of the queries m0.. and keys n0.. from both products, lse and their bias, both in log2 units. They are rounded
+    alike, so that the difference of two that are as large as -1e9 is what it was before."""
     S: gl.constexpr = s.type.layout
     if PLAN.SOFTCAP:
         s = tanh_of_scores(s * (scale / softcap)) * (softcap * LOG2E)
     else:
         s = s * (scale * LOG2E)
-    s = s + (tile.load(S).to(gl.float32) - lse[:, None]) * LOG2E
+    s = s + (bias - lse[:, None])
     columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, S))
     begin, end = keys_shared(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, HALF)
     cut = (n0 < begin) | (n0 + HALF > end)
@@ -176,7 +210,7 @@ def _summand(s, dp, lse, delta, tile, m0, n0, len_q, len_k, left, right, scale, 
 def _consumer(DBias, Lens, tiles, bars, counts, scale, softcap, C: gl.constexpr, PLAN: gl.constexpr):
     """Sums HALF rows of every tile. While one half of its columns is worked on, the products of the other, of this
     (batch, head) or the next, are made."""
-    _, _, _, _, lse_s, delta_s, bias_s = tiles
+    _, _, _, _, lse_s, delta_s, bias_s, wide_s = tiles
     full, empty, bias_full, bias_empty = bars
     heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, most_k, left, right, n_tiles = counts
     STAGES: gl.constexpr = PLAN.STAGES
@@ -189,6 +223,9 @@ def _consumer(DBias, Lens, tiles, bars, counts, scale, softcap, C: gl.constexpr,
         m0 += C * HALF
         tile = bias_s.index(slot(turn, PLAN.BIAS_STAGES) * 2 + C)
         wait_full(bias_full, turn, PLAN.BIAS_STAGES)
+        if PLAN.WIDE:
+            _keep_wide(tile, wide_s, 0, C)
+            _keep_wide(tile, wide_s, 1, C)
         low = gl.zeros([HALF, HALF], gl.float32, S)
         high = gl.zeros([HALF, HALF], gl.float32, S)
         if first < end:
@@ -198,22 +235,22 @@ def _consumer(DBias, Lens, tiles, bars, counts, scale, softcap, C: gl.constexpr,
         for r in range(first, end):
             s_high, dp_high = _products(n, tiles, 1, C, PLAN)
             i = slot(n, STAGES)
-            lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
+            lse = _log2_units(lse_s.index(i).slice(C * HALF, HALF).load(ROWS))
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
             len_k = most_k
             if PLAN.LENS:
                 b, h = _sharer(r, piece, counts, PLAN)
                 len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), most_k)
-            low += _summand(s, dp, lse, delta, tile.slice(0, HALF, dim=1), m0, n0, len_q, len_k, left, right, scale,
-                            softcap, PLAN)
+            low += _summand(s, dp, lse, delta, _bias_of(tile, wide_s, 0, C, PLAN), m0, n0, len_q, len_k, left, right,
+                            scale, softcap, PLAN)
             s_high, dp_high = warpgroup_mma_wait(0, deps=(s_high, dp_high))
             release(empty, n, STAGES)
             n += 1
             if r + 1 < end:
                 wait_full(full, n, STAGES)
             s, dp = _products(n, tiles, 0, C, PLAN)  # behind the last, of whatever lies there
-            high += _summand(s_high, dp_high, lse, delta, tile.slice(HALF, HALF, dim=1), m0, n0 + HALF, len_q, len_k,
-                             left, right, scale, softcap, PLAN)
+            high += _summand(s_high, dp_high, lse, delta, _bias_of(tile, wide_s, 1, C, PLAN), m0, n0 + HALF, len_q,
+                             len_k, left, right, scale, softcap, PLAN)
             s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         if PLAN.STAGED:
             tile.slice(0, HALF, dim=1).store(low.to(tile.dtype))
@@ -239,14 +276,14 @@ def _consumer(DBias, Lens, tiles, bars, counts, scale, softcap, C: gl.constexpr,
 def _sum_kernel(Q, K, V, Bias, Lens, DOut, Lse, Delta, DBias, bias_b, bias_h,
                 heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles, scale,
                 softcap, SHARED_HEADS: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                EVEN_N: gl.constexpr, LENS: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr,
+                EVEN_N: gl.constexpr, LENS: gl.constexpr, STAGED: gl.constexpr, WIDE: gl.constexpr, EARLY: gl.constexpr,
                 STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k).
 
     Lse, Delta: float32, one number for each query, `padded` of them for each (batch, head). repeats: consecutive batch
     elements share a slice, whose number is multiplied by bias_b, that of its head by bias_h: 0 along expanded ones.
     """
-    PLAN: gl.constexpr = _plan(SHARED_HEADS, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, STAGED, STAGES, BIAS_STAGES)
+    PLAN: gl.constexpr = _plan(SHARED_HEADS, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, STAGED, WIDE, STAGES, BIAS_STAGES)
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
     do_s = make_tiles(DOut, STAGES)
@@ -261,7 +298,10 @@ def _sum_kernel(Q, K, V, Bias, Lens, DOut, Lse, Delta, DBias, bias_b, bias_h,
     fence_async_shared()
     let_next(EARLY)
     wait_for_previous(EARLY)
-    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s)
+    wide_s = bias_s  # not looked at
+    if WIDE:
+        wide_s = gl.allocate_shared_memory(gl.float32, [4, HALF // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, wide_s)
     bars = (full, empty, bias_full, bias_empty)
     counts = (heads, kv_heads, repeats, bias_heads, slices, parts, padded, len_q, len_k, left, right, n_tiles)
     several = (bias_b, bias_h)
@@ -274,13 +314,15 @@ def _sum_kernel(Q, K, V, Bias, Lens, DOut, Lse, Delta, DBias, bias_b, bias_h,
 
 def _launch(x: Inputs, o: Options, bias: torch.Tensor, padded: int) -> Launch:
     call = Call(x, o)
-    dim = next(d for d in CONFIGS if max(call.head_dim, call.head_dim_v) <= d)
-    n, wide = BLOCK.value, bias.element_size() > 2
+    dim = next(d for d in (32, 64, 128) if max(call.head_dim, call.head_dim_v) <= d)
+    n = BLOCK.value
     slices = bias.shape[0] * bias.shape[1]
     shared = call.batch * call.heads // max(slices, 1)
     tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
     parts = max(1, min(shared // 4, call.device.sms // max(tiles, 1)))
     parts = -(-shared // -(-shared // parts))  # each has something to add
+    narrow = bias.element_size() == 2
+    wide = narrow and shared // parts >= _MANY
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
         *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.kv_heads, call.repeats, bias.shape[1],
@@ -289,7 +331,8 @@ def _launch(x: Inputs, o: Options, bias: torch.Tensor, padded: int) -> Launch:
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0,
         "RIGHT": call.right >= 0, "EVEN_N": call.even(call.len_k, n), "LENS": x.kv_lens is not None, "STAGED": staged,
-        "EARLY": True, "STAGES": CONFIGS[dim], "BIAS_STAGES": 1 if wide else 2, "num_warps": 4, "launch_pdl": True,
+        "WIDE": wide, "EARLY": True, "STAGES": CONFIGS[dim, wide], "BIAS_STAGES": 2 if narrow and not wide else 1,
+        "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
