@@ -285,7 +285,7 @@ RIVALS: tuple[Rival, ...] = (
     Rival("flash_attn_2", ("flash-attn",), _flash_attn("flash_attn", -1), _everywhere),
     Rival(
         "flash_attn_3",
-        ("flash-attn-3",),
+        ("flash-attn-3", "tokenspeed-fa3"),
         _flash_attn("flash_attn_interface", -1),
         _everywhere,
     ),

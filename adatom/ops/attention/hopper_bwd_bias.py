@@ -156,8 +156,8 @@ def _log2_units(x):
 
 @gluon.jit
 def _keep_wide(tile, wide_s, H: gl.constexpr, C: gl.constexpr):
-    """Write a consumer's bias of half H of the keys, in float32 and in log2 units: as [32, 128], where a thread holds 16
-    bytes in a row and a warp 512, so that nothing moves between threads."""
+    """Write a consumer's bias of half H of the keys, in float32 and in log2 units: as [32, 128], where a thread holds
+    16 bytes in a row and a warp 512, so that nothing moves between threads."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     x = _log2_units(tile.slice(H * HALF, HALF, dim=1).load(S).to(gl.float32))
     wide_s.index(C * 2 + H).store(x.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([32, 128]))
