@@ -46,8 +46,8 @@ BLOCK = gl.constexpr(128)  # queries and keys of a tile
 HALF = gl.constexpr(64)  # queries of a consumer
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 # (head_dim in memory, whether the bias is kept in float32): buffers of q, k, dO and v
-CONFIGS = {(32, False): 4, (32, True): 3, (64, False): 2, (64, True): 2, (128, False): 1, (128, True): 1}
-_MANY = 8  # sharers of a slice, for each of which its bias need not be widened again
+CONFIGS = {(32, False): 4, (32, True): 3, (64, False): 2, (64, True): 2, (128, False): 1}
+_MANY = 16  # sharers of a slice, for each of which its bias need not be widened again
 _SPILL = 512  # under a mask, at head_dim 128
 
 
@@ -322,7 +322,7 @@ def _launch(x: Inputs, o: Options, bias: torch.Tensor, padded: int) -> Launch:
     parts = max(1, min(shared // 4, call.device.sms // max(tiles, 1)))
     parts = -(-shared // -(-shared // parts))  # each has something to add
     narrow = bias.element_size() == 2
-    wide = narrow and shared // parts >= _MANY
+    wide = narrow and (dim, True) in CONFIGS and shared // parts >= _MANY
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
         *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.kv_heads, call.repeats, bias.shape[1],
