@@ -1,0 +1,438 @@
+"""The warps of the Hopper backward beyond head_dim 128: a producer, a consumer for dV and one for dK.
+
+Columns of q and k come in two halves, of 128 and of HQ (64 or 128), those of v and dO in halves of 128 and of HV (0, 64
+or 128): lo and hi. In shared memory a half is made of pieces of 64 columns, which is what TMA copies.
+
+    of V's consumer                                of K's consumer
+    S^T = K Q^T; P = exp(S - lse)                  dP^T = V dO^T
+    dV += P^T dO                                   dS = P (dP - delta);  dK += dS^T Q
+    dQ = dS K, its first 128 columns               dQ = dS K, the others
+
+P goes through shared memory from one to the other, dS to both. How use n of a ring of barriers is waited for, and by
+whom, is in docs/hopper.md.
+"""
+
+from dataclasses import dataclass
+
+from adatom.ops.attention.hopper_bwd_feed import before_first, step
+from adatom.tiles.hopper import (
+    LOG2E,
+    as_box,
+    blocks_of_queries,
+    clear_rows,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_sync,
+    release,
+    slot,
+    tma,
+    visible,
+    wait_empty,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = gl.constexpr(64)  # keys of a program, queries of a block, columns of a piece
+LO = gl.constexpr(128)  # columns of the first half
+BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
+MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+QUERIES = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+Q_STAGES = gl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel is compiled for."""
+
+    HQ: int  # columns of the second half of q and k
+    HV: int  # of v; 0: there is none
+    HI_STAGES: int  # buffers of the second half of dO; of the first: 2
+    LEFT: bool  # windows
+    RIGHT: bool
+    EVEN_N: bool  # all blocks of keys are whole
+    LENS: bool
+    VARLEN: bool = False
+
+
+@gluon.constexpr_function
+def make_plan(*fields):
+    return Plan(*fields)
+
+
+# -- which tile, which blocks of queries -------------------------------------------------------------------------------
+
+
+@gluon.jit
+def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
+    """Blocks of queries of the keys n0..: (first, first and end of those that need no mask, number). Keys that no query
+    sees have one block, all of it masked."""
+    begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, PLAN.LEFT, PLAN.RIGHT,
+                                                           BLOCK, BLOCK)
+    last = (len_q - 1) // BLOCK
+    begin = gl.minimum(begin, last)
+    if PLAN.LENS:
+        begin = gl.where(n0 >= len_k, last, begin)
+    return begin, whole_begin, whole_end, gl.maximum(end - begin, 1)
+
+
+@gluon.jit
+def tile_of(t, Lens, counts, PLAN: gl.constexpr):
+    """(batch, head of keys, first key, keys, number of the first head's block 0 among all blocks of queries, blocks of
+    a head) of tile t. Heads go in groups whose queries lie in L2; the first keys, the longest under a mask, first."""
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
+    n_blocks = (len_k + BLOCK - 1) // BLOCK
+    first = t // (group * n_blocks) * group
+    size = gl.minimum(group, n_heads - first)
+    r = t - first * n_blocks
+    block = r // size
+    bh = first + r - block * size
+    b = bh // kv_heads
+    stride = (len_q + BLOCK - 1) // BLOCK
+    if PLAN.LENS:
+        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    return b, bh - b * kv_heads, block * BLOCK, len_k, bh * (heads // kv_heads) * stride, stride
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def make_halves(desc, N: gl.constexpr, H: gl.constexpr):
+    """Shared memory for N halves [64, H]."""
+    return gl.allocate_shared_memory(desc.dtype, [N, BLOCK, H], MATRIX)
+
+
+@gluon.jit
+def _load_half(desc, b, h, row, column, full, half, H: gl.constexpr):
+    """Begin to copy columns column.. of rows row.. to a half."""
+    pieces = half.reinterpret(desc.dtype, [H // BLOCK, BLOCK, BLOCK], MATRIX)
+    for c in gl.static_range(H // BLOCK):
+        tma.async_load(desc, [b, h, row, column + c * BLOCK], full, as_box(desc, pieces.index(c)))
+
+
+@gluon.jit
+def _store_half(X, x, tile, b, h, row, column, H: gl.constexpr):
+    """Write the accumulator x [64, H] to columns column.. of rows row.. of a gradient, by way of dQ's shared memory."""
+    tma.store_wait(0)
+    if H == LO:
+        tile.reinterpret(X.dtype, [BLOCK, LO], MATRIX).store(x.to(X.dtype))
+    else:
+        tile.reinterpret(X.dtype, [2, BLOCK, BLOCK], MATRIX).index(0).store(x.to(X.dtype))
+    fence_async_shared()
+    pieces = tile.reinterpret(X.dtype, [2, BLOCK, BLOCK], MATRIX)
+    for c in gl.static_range(H // BLOCK):
+        tma.async_store(X, [b, h, row, column + c * BLOCK], as_box(X, pieces.index(c)))
+
+
+@gluon.jit
+def _add_dq(dq, DQ, row, tile):
+    """Begin to add a piece [64, 64] of dQ to the sum in memory: as [32, 128], where a thread holds 16 bytes in a row
+    and a warp 512, so that nothing moves between threads."""
+    tma.store_wait(0)
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([BLOCK // 2, 128])
+    tile.store(dq)
+    fence_async_shared()
+    tma.async_atomic_add(DQ, [row, 0], tile)
+
+
+@gluon.jit
+def _dq_piece(ds_s, k, C: gl.constexpr):
+    """Begin to multiply 64 columns of dQ from a half of the keys."""
+    dq = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+    return warpgroup_mma(ds_s.permute((1, 0)), k.slice(C * BLOCK, BLOCK, dim=1), dq, use_acc=False, is_async=True)
+
+
+# -- producer ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.constexpr):
+    """Loads tiles for the consumers."""
+    heads, kv_heads, n_heads, group, len_q, _, left, right, n_tiles = counts
+    k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, do_lo, do_hi, lse_s, delta_s, _, _, _ = tiles
+    k_full, v_full, kv_empty, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, _, _ = bars
+    HQ: gl.constexpr = PLAN.HQ
+    HV: gl.constexpr = PLAN.HV
+    sharing = heads // kv_heads
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, len_k, first, stride = tile_of(t, Lens, counts, PLAN)
+        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        wait_empty(kv_empty, turn, 1)
+        mbarrier.expect(k_full.index(0), BLOCK * (LO + HQ) * 2)
+        _load_half(K, b, hk, n0, 0, k_full.index(0), k_lo.index(0), LO)
+        _load_half(K, b, hk, n0, LO, k_full.index(0), k_hi.index(0), HQ)
+        m, h, block = before_first(hk, first, begin, sharing, stride)
+        for j in range(blocks * sharing):
+            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+            row = m * BLOCK
+            i = slot(n, Q_STAGES)
+            wait_empty(q_empty, n, Q_STAGES)
+            mbarrier.expect(q_full.index(i), BLOCK * (LO + HQ) * 2 + 2 * BLOCK * 4)
+            _load_half(Q, b, h, row, 0, q_full.index(i), q_lo.index(i), LO)
+            _load_half(Q, b, h, row, LO, q_full.index(i), q_hi.index(i), HQ)
+            tma.async_load(Lse, [block * BLOCK], q_full.index(i), lse_s.index(i))
+            tma.async_load(Delta, [block * BLOCK], q_full.index(i), delta_s.index(i))
+            if j == 0:
+                mbarrier.expect(v_full.index(0), BLOCK * (LO + HV) * 2)
+                _load_half(V, b, hk, n0, 0, v_full.index(0), v_lo.index(0), LO)
+                if HV > 0:
+                    _load_half(V, b, hk, n0, LO, v_full.index(0), v_hi.index(0), HV)
+            i = slot(n, 2)
+            wait_empty(lo_empty, n, 2)
+            mbarrier.expect(lo_full.index(i), BLOCK * LO * 2)
+            _load_half(DOut, b, h, row, 0, lo_full.index(i), do_lo.index(i), LO)
+            if HV > 0:
+                i = slot(n, PLAN.HI_STAGES)
+                wait_empty(hi_empty, n, PLAN.HI_STAGES)
+                mbarrier.expect(hi_full.index(i), BLOCK * HV * 2)
+                _load_half(DOut, b, h, row, LO, hi_full.index(i), do_hi.index(i), HV)
+            n += 1
+        turn += 1
+
+
+# -- consumer of dV ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _begin_scores(tiles, n):
+    """Begin to multiply S^T of use n of the queries."""
+    k_lo, k_hi, _, _, q_lo, q_hi, _, _, _, _, _, _, _ = tiles
+    i = slot(n, Q_STAGES)
+    s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+    s = warpgroup_mma(k_lo.index(0), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(k_hi.index(0), q_hi.index(i).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLAN: gl.constexpr):
+    """P^T of block m, rounded."""
+    _, _, _, _, len_q, _, left, right, _ = counts
+    n0, len_k, whole_begin, whole_end = place
+    LEFT: gl.constexpr = PLAN.LEFT
+    RIGHT: gl.constexpr = PLAN.RIGHT
+    lse = lse_s.index(slot(n, Q_STAGES)).load(QUERIES)
+    s = s * (scale * LOG2E) - lse[None, :]
+    if LEFT or RIGHT or not PLAN.EVEN_N:
+        cut = n0 + BLOCK > len_k
+        if RIGHT:
+            cut |= m < whole_begin
+        if LEFT:
+            cut |= m >= whole_end
+        if cut:
+            keys = n0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
+            queries = m * BLOCK + gl.arange(0, BLOCK, layout=QUERIES)
+            seen = visible(queries[None, :], keys[:, None], len_k - len_q, len_k, left, right, LEFT, RIGHT)
+            s = gl.where(seen, s, float("-inf"))
+    return gl.exp2(s).to(TYPE)
+
+
+@gluon.jit
+def _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN: gl.constexpr,
+                LAST: gl.constexpr):
+    """One block of queries: dV and this consumer's columns of dQ, from row `row` of the sum on; then P^T of the next
+    one, m, unless this is the last."""
+    k_lo, _, _, _, _, _, do_lo, do_hi, lse_s, _, p_s, ds_s, dq_s = tiles
+    _, _, _, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, p_full, ds_full = bars
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_lo.type.layout, k_width=2)
+    p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+    if PLAN.HV > 0:
+        wait_full(hi_full, n, PLAN.HI_STAGES)
+        q = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=dv_hi.type.layout, k_width=2),
+                              assert_trivial=True)
+        dv_hi = warpgroup_mma(q, do_hi.index(slot(n, PLAN.HI_STAGES)), dv_hi, is_async=True)
+    wait_full(lo_full, n, 2)
+    dv_lo = warpgroup_mma(p, do_lo.index(slot(n, 2)), dv_lo, is_async=True)
+    wait_full(ds_full, n, 1)
+    dq = _dq_piece(ds_s, k_lo.index(0), 0)
+    if LAST:
+        dv_lo, dv_hi, dq = warpgroup_mma_wait(0, deps=(dv_lo, dv_hi, dq))
+    else:
+        wait_full(q_full, n + 1, Q_STAGES)
+        s = _begin_scores(tiles, n + 1)
+        dv_lo, dv_hi, dq = warpgroup_mma_wait(2, deps=(dv_lo, dv_hi, dq))
+    if PLAN.HV > 0:
+        release(hi_empty, n, PLAN.HI_STAGES)
+    release(lo_empty, n, 2)
+    _add_dq(dq, DQ, row, dq_s.index(0))
+    dq = _dq_piece(ds_s, k_lo.index(0), 1)
+    if LAST:
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        new = p
+    else:
+        s = warpgroup_mma_wait(1, deps=(s,))
+        new = _probabilities(s, n + 1, m, place, lse_s, counts, scale, ds_s.dtype, PLAN)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        release(q_empty, n + 1, Q_STAGES)
+        p_s.store(new)  # dS of this block has been read here, and P by the other consumer
+        mbarrier.arrive(p_full.index(0), count=1)
+    _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(0))
+    return new, dv_lo, dv_hi
+
+
+@gluon.jit
+def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+    """S^T, P^T, dV and the first 128 columns of dQ."""
+    heads, kv_heads, n_heads, group, len_q, _, left, right, n_tiles = counts
+    k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s, ds_s, dq_s = tiles
+    k_full, _, kv_empty, q_full, q_empty, _, _, _, _, p_full, _ = bars
+    HV: gl.constexpr = PLAN.HV if PLAN.HV > 0 else BLOCK
+    PIECES: gl.constexpr = 2 + PLAN.HQ // BLOCK
+    ROWS: gl.constexpr = PIECES * BLOCK // 2
+    sharing = heads // kv_heads
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, len_k, first, stride = tile_of(t, Lens, counts, PLAN)
+        begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        place = (n0, len_k, whole_begin, whole_end)
+        dv_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
+        dv_hi = gl.zeros([BLOCK, HV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16]))
+        m, h, block = before_first(hk, first, begin, sharing, stride)
+        m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+        wait_full(k_full, turn, 1)
+        if PLAN.LENS:  # keys and values beyond the last may be NaN, and both consumers read the keys
+            if n0 + BLOCK > len_k:
+                clear_rows(k_lo.index(0), len_k - n0)
+                clear_rows(k_hi.index(0), len_k - n0)
+            named_sync(BOTH, 256)
+        wait_full(q_full, n, Q_STAGES)
+        s = warpgroup_mma_wait(0, deps=(_begin_scores(tiles, n),))
+        p = _probabilities(s, n, m, place, lse_s, counts, scale, ds_s.dtype, PLAN)
+        release(q_empty, n, Q_STAGES)
+        p_s.store(p)
+        mbarrier.arrive(p_full.index(0), count=1)
+        for j in range(blocks * sharing - 1):
+            row = block * ROWS
+            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+            p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN, False)
+            n += 1
+        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block * ROWS, place, DQ, tiles, bars, counts, scale, PLAN,
+                                      True)
+        n += 1
+        release(kv_empty, turn, 1)
+        turn += 1
+        _store_half(DV, dv_lo, dq_s.index(0), b, hk, n0, 0, LO)
+        if PLAN.HV > 0:
+            _store_half(DV, dv_hi, dq_s.index(0), b, hk, n0, LO, HV)
+    tma.store_wait(0)
+
+
+# -- consumer of dK ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _dp_of_lo(tiles, n, bars):
+    """Begin to multiply dP^T of use n of dO."""
+    _, _, v_lo, _, _, _, do_lo, _, _, _, _, _, _ = tiles
+    _, _, _, _, _, lo_full, _, _, _, _, _ = bars
+    wait_full(lo_full, n, 2)
+    dp = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+    return warpgroup_mma(v_lo.index(0), do_lo.index(slot(n, 2)).permute((1, 0)), dp, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dp_of_hi(dp, tiles, n, bars, PLAN: gl.constexpr):
+    """The second half of `_dp_of_lo`; wait for both, and say that they have been read."""
+    _, _, _, v_hi, _, _, _, do_hi, _, _, _, _, _ = tiles
+    _, _, _, _, _, _, lo_empty, hi_full, hi_empty, _, _ = bars
+    if PLAN.HV > 0:
+        wait_full(hi_full, n, PLAN.HI_STAGES)
+        dp = warpgroup_mma(v_hi.index(0), do_hi.index(slot(n, PLAN.HI_STAGES)).permute((1, 0)), dp, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    release(lo_empty, n, 2)
+    if PLAN.HV > 0:
+        release(hi_empty, n, PLAN.HI_STAGES)
+    return dp
+
+
+@gluon.jit
+def _key_step(dp, dk_lo, dk_hi, n, row, DQ, tiles, bars, PLAN: gl.constexpr, LAST: gl.constexpr):
+    """One block of queries: dS, dK and this consumer's columns of dQ, from row `row` of the sum on; then dP^T of the
+    next one, unless this is the last."""
+    _, k_hi, _, _, q_lo, q_hi, _, _, _, delta_s, p_s, ds_s, dq_s = tiles
+    _, _, _, q_full, q_empty, _, _, _, _, p_full, ds_full = bars
+    i = slot(n, Q_STAGES)
+    wait_full(q_full, n, Q_STAGES)
+    delta = delta_s.index(i).load(QUERIES)
+    wait_full(p_full, n, 1)
+    ds = p_s.load(SCORES).to(gl.float32) * (dp - delta[None, :])
+    ds = ds.to(ds_s.dtype)
+    ds_s.store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(0), count=1)
+    lo = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_lo.type.layout, k_width=2),
+                           assert_trivial=True)
+    hi = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_hi.type.layout, k_width=2),
+                           assert_trivial=True)
+    wait_full(ds_full, n, 1)
+    dq = _dq_piece(ds_s, k_hi.index(0), 0)
+    dk_lo = warpgroup_mma(lo, q_lo.index(i), dk_lo, is_async=True)
+    dk_hi = warpgroup_mma(hi, q_hi.index(i), dk_hi, is_async=True)
+    dq = warpgroup_mma_wait(2, deps=(dq,))
+    _add_dq(dq, DQ, row, dq_s.index(1))
+    if PLAN.HQ > BLOCK:
+        dq = _dq_piece(ds_s, k_hi.index(0), 1)
+    if LAST:
+        dk_lo, dk_hi, dq = warpgroup_mma_wait(0, deps=(dk_lo, dk_hi, dq))
+        release(q_empty, n, Q_STAGES)
+        if PLAN.HQ > BLOCK:
+            _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(1))
+    else:
+        dp = _dp_of_lo(tiles, n + 1, bars)
+        if PLAN.HQ > BLOCK:
+            dk_lo, dk_hi = warpgroup_mma_wait(2, deps=(dk_lo, dk_hi))
+            release(q_empty, n, Q_STAGES)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(1))
+        else:
+            dk_lo, dk_hi = warpgroup_mma_wait(1, deps=(dk_lo, dk_hi))
+            release(q_empty, n, Q_STAGES)
+        dp = _dp_of_hi(dp, tiles, n + 1, bars, PLAN)
+    return dp, dk_lo, dk_hi
+
+
+@gluon.jit
+def key_consumer(DK, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+    """dP^T, dS^T, dK and the columns of dQ from 128 on."""
+    heads, kv_heads, n_heads, group, len_q, _, left, right, n_tiles = counts
+    _, _, v_lo, v_hi, _, _, _, _, _, _, _, _, dq_s = tiles
+    k_full, v_full, kv_empty, _, _, _, _, _, _, _, _ = bars
+    HQ: gl.constexpr = PLAN.HQ
+    PIECES: gl.constexpr = 2 + PLAN.HQ // BLOCK
+    ROWS: gl.constexpr = PIECES * BLOCK // 2
+    sharing = heads // kv_heads
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        b, hk, n0, len_k, first, stride = tile_of(t, Lens, counts, PLAN)
+        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        dk_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
+        dk_hi = gl.zeros([BLOCK, HQ], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HQ, 16]))
+        m, h, block = before_first(hk, first, begin, sharing, stride)
+        wait_full(k_full, turn, 1)
+        wait_full(v_full, turn, 1)
+        if PLAN.LENS:
+            if n0 + BLOCK > len_k:
+                clear_rows(v_lo.index(0), len_k - n0)
+                if PLAN.HV > 0:
+                    clear_rows(v_hi.index(0), len_k - n0)
+            named_sync(BOTH, 256)
+        dp = _dp_of_hi(_dp_of_lo(tiles, n, bars), tiles, n, bars, PLAN)
+        for j in range(blocks * sharing - 1):
+            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+            dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, False)
+            n += 1
+        m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+        dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, True)
+        n += 1
+        release(kv_empty, turn, 1)
+        turn += 1
+        _store_half(DK, dk_lo * scale, dq_s.index(1), b, hk, n0, 0, LO)
+        _store_half(DK, dk_hi * scale, dq_s.index(1), b, hk, n0, LO, HQ)
+    tma.store_wait(0)
