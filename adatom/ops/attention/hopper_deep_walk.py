@@ -146,6 +146,13 @@ def _dq_piece(ds_s, k, C: gl.constexpr):
     return warpgroup_mma(ds_s.permute((1, 0)), k.slice(C * BLOCK, BLOCK, dim=1), dq, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def _only(half, n):
+    """The only tile of a half of k or v, at an index that the compiler does not know to be 0 (no n is negative). It
+    would keep what each product needs to know of the tile in registers, and spill."""
+    return half.index(n >> 31)
+
+
 # -- producer ----------------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +212,8 @@ def _begin_scores(tiles, n):
     k_lo, k_hi, _, _, q_lo, q_hi, _, _, _, _, _, _, _ = tiles
     i = slot(n, Q_STAGES)
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    s = warpgroup_mma(k_lo.index(0), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
-    return warpgroup_mma(k_hi.index(0), q_hi.index(i).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(_only(k_lo, n), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(_only(k_hi, n), q_hi.index(i).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -249,7 +256,7 @@ def _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scal
     wait_full(lo_full, n, 2)
     dv_lo = warpgroup_mma(p, do_lo.index(slot(n, 2)), dv_lo, is_async=True)
     wait_full(ds_full, n, 1)
-    dq = _dq_piece(ds_s, k_lo.index(0), 0)
+    dq = _dq_piece(ds_s, _only(k_lo, n), 0)
     if LAST:
         dv_lo, dv_hi, dq = warpgroup_mma_wait(0, deps=(dv_lo, dv_hi, dq))
     else:
@@ -260,7 +267,7 @@ def _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scal
         release(hi_empty, n, PLAN.HI_STAGES)
     release(lo_empty, n, 2)
     _add_dq(dq, DQ, row, dq_s.index(0))
-    dq = _dq_piece(ds_s, k_lo.index(0), 1)
+    dq = _dq_piece(ds_s, _only(k_lo, n), 1)
     if LAST:
         dq = warpgroup_mma_wait(0, deps=(dq,))
         new = p
@@ -310,7 +317,8 @@ def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr)
         for j in range(blocks * sharing - 1):
             row = block * ROWS
             m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-            p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN, False)
+            p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN,
+                                          False)
             n += 1
         p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block * ROWS, place, DQ, tiles, bars, counts, scale, PLAN,
                                       True)
@@ -333,7 +341,7 @@ def _dp_of_lo(tiles, n, bars):
     _, _, _, _, _, lo_full, _, _, _, _, _ = bars
     wait_full(lo_full, n, 2)
     dp = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    return warpgroup_mma(v_lo.index(0), do_lo.index(slot(n, 2)).permute((1, 0)), dp, use_acc=False, is_async=True)
+    return warpgroup_mma(_only(v_lo, n), do_lo.index(slot(n, 2)).permute((1, 0)), dp, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -343,7 +351,7 @@ def _dp_of_hi(dp, tiles, n, bars, PLAN: gl.constexpr):
     _, _, _, _, _, _, lo_empty, hi_full, hi_empty, _, _ = bars
     if PLAN.HV > 0:
         wait_full(hi_full, n, PLAN.HI_STAGES)
-        dp = warpgroup_mma(v_hi.index(0), do_hi.index(slot(n, PLAN.HI_STAGES)).permute((1, 0)), dp, is_async=True)
+        dp = warpgroup_mma(_only(v_hi, n), do_hi.index(slot(n, PLAN.HI_STAGES)).permute((1, 0)), dp, is_async=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     release(lo_empty, n, 2)
     if PLAN.HV > 0:
@@ -371,13 +379,13 @@ def _key_step(dp, dk_lo, dk_hi, n, row, DQ, tiles, bars, PLAN: gl.constexpr, LAS
     hi = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_hi.type.layout, k_width=2),
                            assert_trivial=True)
     wait_full(ds_full, n, 1)
-    dq = _dq_piece(ds_s, k_hi.index(0), 0)
+    dq = _dq_piece(ds_s, _only(k_hi, n), 0)
     dk_lo = warpgroup_mma(lo, q_lo.index(i), dk_lo, is_async=True)
     dk_hi = warpgroup_mma(hi, q_hi.index(i), dk_hi, is_async=True)
     dq = warpgroup_mma_wait(2, deps=(dq,))
     _add_dq(dq, DQ, row, dq_s.index(1))
     if PLAN.HQ > BLOCK:
-        dq = _dq_piece(ds_s, k_hi.index(0), 1)
+        dq = _dq_piece(ds_s, _only(k_hi, n), 1)
     if LAST:
         dk_lo, dk_hi, dq = warpgroup_mma_wait(0, deps=(dk_lo, dk_hi, dq))
         release(q_empty, n, Q_STAGES)
