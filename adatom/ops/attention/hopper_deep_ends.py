@@ -12,9 +12,10 @@ from adatom.tiles.triton import after_previous, at, load_tile, whole
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
 def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
                    stride_gm, heads, len_q, n_m, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
-                   DLSE: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a block of queries: delta, lse in log2 units (Rows; +inf where a query sees nothing or does not exist), and
-    zeros for the sum of dQ, D columns of 64 queries to each 64 columns."""
+                   DLSE: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
+                   BLOCK_M: tl.constexpr):
+    """Of a block of queries: delta, lse in log2 units (Rows; +inf where a query sees nothing or does not exist), and,
+    ADDS, zeros for D columns of the sum of dQ."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     bh = pid // n_m
@@ -26,9 +27,10 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, stride_ob, stride_oh, 
     at_q = tl.cast(bh, tl.int64) * len_q + m0 + i
     at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
     piece = tl.arange(0, BLOCK_M * 64)
-    for c in tl.static_range(D // 64):
-        tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + c * (BLOCK_M * 64) + piece,
-                 tl.zeros((BLOCK_M * 64,), tl.float32))
+    if ADDS:
+        for c in tl.static_range(D // 64):
+            tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + c * (BLOCK_M * 64) + piece,
+                     tl.zeros((BLOCK_M * 64,), tl.float32))
     o = load_tile(Out + at(b, h, 0, stride_ob, stride_oh, stride_om, PIECE), b, h, m0, stride_om, len_q, BLOCK_M,
                   HEAD_DIM_V, BLOCK_DV, False, False, PIECE)
     do = load_tile(DOut + at(b, h, 0, stride_gb, stride_gh, stride_gm, PIECE), b, h, m0, stride_gm, len_q, BLOCK_M,
@@ -62,9 +64,10 @@ def _behind_kernel(Sum, DQ, stride_b, stride_h, stride_m, heads, len_q, n_m, sca
 
 
 def ends(
-    call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool
+    call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool, adds: bool
 ) -> tuple[Launch, Launch]:
-    """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries."""
+    """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; only
+    the first is of use without a sum (adds)."""
     n_m = -(-call.len_q // block_m)
     n_blocks = n_m * call.heads * call.batch
     sizes = (call.heads, call.len_q, n_m)
@@ -72,7 +75,10 @@ def ends(
     shared = {"D": dim, "EARLY": True, "PIECE": call.piece, "BLOCK_M": block_m, "launch_pdl": True}
     before = Launch(
         _before_kernel, n_blocks, (*strides_o, *strides_g, *sizes),
-        shared | {"HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"], "DLSE": dlse, "num_warps": 8},
+        shared | {
+            "HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"], "DLSE": dlse, "ADDS": adds,
+            "num_warps": 8,
+        },
     )  # fmt: skip
     behind = Launch(
         _behind_kernel, n_blocks * (dim // 64), (*strides_q, *sizes, call.scale),

@@ -55,6 +55,7 @@ class Plan:
     RIGHT: bool
     EVEN_N: bool  # all blocks of keys are whole
     LENS: bool
+    ADDS: bool  # it sums dQ, too
     VARLEN: bool = False
 
 
@@ -80,10 +81,12 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(t, Lens, counts, PLAN: gl.constexpr):
+def tile_of(Lens, counts, PLAN: gl.constexpr):
     """(batch, head of keys, first key, keys, number of the first head's block 0 among all blocks of queries, blocks of
-    a head) of tile t. Heads go in groups whose queries lie in L2; the first keys, the longest under a mask, first."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
+    a head) of a program. Heads go in groups whose queries lie in L2; the first keys, the longest under a mask, first.
+    """
+    heads, kv_heads, n_heads, group, len_q, len_k, left, right = counts
+    t = gl.program_id(0)
     n_blocks = (len_k + BLOCK - 1) // BLOCK
     first = t // (group * n_blocks) * group
     size = gl.minimum(group, n_heads - first)
@@ -107,7 +110,7 @@ def make_halves(desc, N: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
-def _load_half(desc, b, h, row, column, full, half, H: gl.constexpr):
+def load_half(desc, b, h, row, column, full, half, H: gl.constexpr):
     """Begin to copy columns column.. of rows row.. to a half."""
     pieces = half.reinterpret(desc.dtype, [H // BLOCK, BLOCK, BLOCK], MATRIX)
     for c in gl.static_range(H // BLOCK):
@@ -115,15 +118,15 @@ def _load_half(desc, b, h, row, column, full, half, H: gl.constexpr):
 
 
 @gluon.jit
-def _store_half(X, x, tile, b, h, row, column, H: gl.constexpr):
-    """Write the accumulator x [64, H] to columns column.. of rows row.. of a gradient, by way of dQ's shared memory."""
+def store_half(X, x, tile, b, h, row, column, H: gl.constexpr):
+    """Write the accumulator x [64, H] to columns column.. of rows row.. of a gradient, by way of a tile [64, 128]."""
     tma.store_wait(0)
+    pieces = tile.reinterpret(X.dtype, [LO // BLOCK, BLOCK, BLOCK], MATRIX)
     if H == LO:
-        tile.reinterpret(X.dtype, [BLOCK, LO], MATRIX).store(x.to(X.dtype))
+        tile.store(x.to(X.dtype))
     else:
-        tile.reinterpret(X.dtype, [2, BLOCK, BLOCK], MATRIX).index(0).store(x.to(X.dtype))
+        pieces.index(0).store(x.to(X.dtype))
     fence_async_shared()
-    pieces = tile.reinterpret(X.dtype, [2, BLOCK, BLOCK], MATRIX)
     for c in gl.static_range(H // BLOCK):
         tma.async_store(X, [b, h, row, column + c * BLOCK], as_box(X, pieces.index(c)))
 
@@ -147,10 +150,11 @@ def _dq_piece(ds_s, k, C: gl.constexpr):
 
 
 @gluon.jit
-def _only(half, n):
-    """The only tile of a half of k or v, at an index that the compiler does not know to be 0 (no n is negative). It
-    would keep what each product needs to know of the tile in registers, and spill."""
-    return half.index(n >> 31)
+def _only(half, row):
+    """The only tile of a half of k or v, at an index that the compiler does not know to be 0 (no row is negative, and
+    each turn of a loop has another). It would keep what each product needs to know of the tile in registers, and spill.
+    """
+    return half.index(row >> 31)
 
 
 # -- producer ----------------------------------------------------------------------------------------------------------
@@ -159,67 +163,61 @@ def _only(half, n):
 @gluon.jit
 def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.constexpr):
     """Loads tiles for the consumers."""
-    heads, kv_heads, n_heads, group, len_q, _, left, right, n_tiles = counts
+    heads, kv_heads, n_heads, group, len_q, _, left, right = counts
     k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, do_lo, do_hi, lse_s, delta_s, _, _, _ = tiles
-    k_full, v_full, kv_empty, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, _, _ = bars
+    k_full, v_full, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, _, _ = bars
     HQ: gl.constexpr = PLAN.HQ
     HV: gl.constexpr = PLAN.HV
     sharing = heads // kv_heads
-    n = 0
-    turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, hk, n0, len_k, first, stride = tile_of(t, Lens, counts, PLAN)
-        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        wait_empty(kv_empty, turn, 1)
-        mbarrier.expect(k_full.index(0), BLOCK * (LO + HQ) * 2)
-        _load_half(K, b, hk, n0, 0, k_full.index(0), k_lo.index(0), LO)
-        _load_half(K, b, hk, n0, LO, k_full.index(0), k_hi.index(0), HQ)
-        m, h, block = before_first(hk, first, begin, sharing, stride)
-        for j in range(blocks * sharing):
-            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-            row = m * BLOCK
-            i = slot(n, Q_STAGES)
-            wait_empty(q_empty, n, Q_STAGES)
-            mbarrier.expect(q_full.index(i), BLOCK * (LO + HQ) * 2 + 2 * BLOCK * 4)
-            _load_half(Q, b, h, row, 0, q_full.index(i), q_lo.index(i), LO)
-            _load_half(Q, b, h, row, LO, q_full.index(i), q_hi.index(i), HQ)
-            tma.async_load(Lse, [block * BLOCK], q_full.index(i), lse_s.index(i))
-            tma.async_load(Delta, [block * BLOCK], q_full.index(i), delta_s.index(i))
-            if j == 0:
-                mbarrier.expect(v_full.index(0), BLOCK * (LO + HV) * 2)
-                _load_half(V, b, hk, n0, 0, v_full.index(0), v_lo.index(0), LO)
-                if HV > 0:
-                    _load_half(V, b, hk, n0, LO, v_full.index(0), v_hi.index(0), HV)
-            i = slot(n, 2)
-            wait_empty(lo_empty, n, 2)
-            mbarrier.expect(lo_full.index(i), BLOCK * LO * 2)
-            _load_half(DOut, b, h, row, 0, lo_full.index(i), do_lo.index(i), LO)
+    b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
+    begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+    mbarrier.expect(k_full.index(0), BLOCK * (LO + HQ) * 2)
+    load_half(K, b, hk, n0, 0, k_full.index(0), k_lo.index(0), LO)
+    load_half(K, b, hk, n0, LO, k_full.index(0), k_hi.index(0), HQ)
+    m, h, block = before_first(hk, first, begin, sharing, stride)
+    for n in range(blocks * sharing):
+        m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+        row = m * BLOCK
+        i = slot(n, Q_STAGES)
+        wait_empty(q_empty, n, Q_STAGES)
+        mbarrier.expect(q_full.index(i), BLOCK * (LO + HQ) * 2 + 2 * BLOCK * 4)
+        load_half(Q, b, h, row, 0, q_full.index(i), q_lo.index(i), LO)
+        load_half(Q, b, h, row, LO, q_full.index(i), q_hi.index(i), HQ)
+        tma.async_load(Lse, [block * BLOCK], q_full.index(i), lse_s.index(i))
+        tma.async_load(Delta, [block * BLOCK], q_full.index(i), delta_s.index(i))
+        if n == 0:
+            mbarrier.expect(v_full.index(0), BLOCK * (LO + HV) * 2)
+            load_half(V, b, hk, n0, 0, v_full.index(0), v_lo.index(0), LO)
             if HV > 0:
-                i = slot(n, PLAN.HI_STAGES)
-                wait_empty(hi_empty, n, PLAN.HI_STAGES)
-                mbarrier.expect(hi_full.index(i), BLOCK * HV * 2)
-                _load_half(DOut, b, h, row, LO, hi_full.index(i), do_hi.index(i), HV)
-            n += 1
-        turn += 1
+                load_half(V, b, hk, n0, LO, v_full.index(0), v_hi.index(0), HV)
+        i = slot(n, 2)
+        wait_empty(lo_empty, n, 2)
+        mbarrier.expect(lo_full.index(i), BLOCK * LO * 2)
+        load_half(DOut, b, h, row, 0, lo_full.index(i), do_lo.index(i), LO)
+        if HV > 0:
+            i = slot(n, PLAN.HI_STAGES)
+            wait_empty(hi_empty, n, PLAN.HI_STAGES)
+            mbarrier.expect(hi_full.index(i), BLOCK * HV * 2)
+            load_half(DOut, b, h, row, LO, hi_full.index(i), do_hi.index(i), HV)
 
 
 # -- consumer of dV ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _begin_scores(tiles, n):
+def _begin_scores(tiles, n, row):
     """Begin to multiply S^T of use n of the queries."""
     k_lo, k_hi, _, _, q_lo, q_hi, _, _, _, _, _, _, _ = tiles
     i = slot(n, Q_STAGES)
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    s = warpgroup_mma(_only(k_lo, n), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
-    return warpgroup_mma(_only(k_hi, n), q_hi.index(i).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(_only(k_lo, row), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(_only(k_hi, row), q_hi.index(i).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
 def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLAN: gl.constexpr):
     """P^T of block m, rounded."""
-    _, _, _, _, len_q, _, left, right, _ = counts
+    _, _, _, _, len_q, _, left, right = counts
     n0, len_k, whole_begin, whole_end = place
     LEFT: gl.constexpr = PLAN.LEFT
     RIGHT: gl.constexpr = PLAN.RIGHT
@@ -245,89 +243,88 @@ def _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scal
     """One block of queries: dV and this consumer's columns of dQ, from row `row` of the sum on; then P^T of the next
     one, m, unless this is the last."""
     k_lo, _, _, _, _, _, do_lo, do_hi, lse_s, _, p_s, ds_s, dq_s = tiles
-    _, _, _, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, p_full, ds_full = bars
+    _, _, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, p_full, ds_full = bars
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_lo.type.layout, k_width=2)
-    p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+    lo = gl.convert_layout(p, OPERAND, assert_trivial=True)
     if PLAN.HV > 0:
         wait_full(hi_full, n, PLAN.HI_STAGES)
-        q = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=dv_hi.type.layout, k_width=2),
-                              assert_trivial=True)
-        dv_hi = warpgroup_mma(q, do_hi.index(slot(n, PLAN.HI_STAGES)), dv_hi, is_async=True)
+        hi = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=dv_hi.type.layout, k_width=2),
+                               assert_trivial=True)
+        dv_hi = warpgroup_mma(hi, do_hi.index(slot(n, PLAN.HI_STAGES)), dv_hi, is_async=True)
     wait_full(lo_full, n, 2)
-    dv_lo = warpgroup_mma(p, do_lo.index(slot(n, 2)), dv_lo, is_async=True)
-    wait_full(ds_full, n, 1)
-    dq = _dq_piece(ds_s, _only(k_lo, n), 0)
-    if LAST:
-        dv_lo, dv_hi, dq = warpgroup_mma_wait(0, deps=(dv_lo, dv_hi, dq))
-    else:
+    dv_lo = warpgroup_mma(lo, do_lo.index(slot(n, 2)), dv_lo, is_async=True)
+    if PLAN.ADDS:
+        wait_full(ds_full, n, 1)
+        dq = _dq_piece(ds_s, _only(k_lo, row), 0)
+    if not LAST:
         wait_full(q_full, n + 1, Q_STAGES)
-        s = _begin_scores(tiles, n + 1)
-        dv_lo, dv_hi, dq = warpgroup_mma_wait(2, deps=(dv_lo, dv_hi, dq))
+        s = _begin_scores(tiles, n + 1, row)
+    if PLAN.ADDS:
+        dv_lo, dv_hi, dq = warpgroup_mma_wait(0 if LAST else 2, deps=(dv_lo, dv_hi, dq))
+    else:
+        dv_lo, dv_hi = warpgroup_mma_wait(0 if LAST else 2, deps=(dv_lo, dv_hi))
     if PLAN.HV > 0:
         release(hi_empty, n, PLAN.HI_STAGES)
     release(lo_empty, n, 2)
-    _add_dq(dq, DQ, row, dq_s.index(0))
-    dq = _dq_piece(ds_s, _only(k_lo, n), 1)
+    if PLAN.ADDS:
+        _add_dq(dq, DQ, row, dq_s.index(0))
+        dq = _dq_piece(ds_s, _only(k_lo, row), 1)
     if LAST:
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        new = p
+        if PLAN.ADDS:
+            dq = warpgroup_mma_wait(0, deps=(dq,))
     else:
-        s = warpgroup_mma_wait(1, deps=(s,))
-        new = _probabilities(s, n + 1, m, place, lse_s, counts, scale, ds_s.dtype, PLAN)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
+        s = warpgroup_mma_wait(1 if PLAN.ADDS else 0, deps=(s,))
+        p = _probabilities(s, n + 1, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
+        if PLAN.ADDS:
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        else:
+            wait_full(ds_full, n, 1)
         release(q_empty, n + 1, Q_STAGES)
-        p_s.store(new)  # dS of this block has been read here, and P by the other consumer
+        p_s.store(p)  # dS of this block has been read here, and P by the other consumer
         mbarrier.arrive(p_full.index(0), count=1)
-    _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(0))
-    return new, dv_lo, dv_hi
+    if PLAN.ADDS:
+        _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(0))
+    return p, dv_lo, dv_hi
 
 
 @gluon.jit
 def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
     """S^T, P^T, dV and the first 128 columns of dQ."""
-    heads, kv_heads, n_heads, group, len_q, _, left, right, n_tiles = counts
-    k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s, ds_s, dq_s = tiles
-    k_full, _, kv_empty, q_full, q_empty, _, _, _, _, p_full, _ = bars
+    heads, kv_heads, n_heads, group, len_q, _, left, right = counts
+    k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s, _, _ = tiles
+    k_full, _, q_full, q_empty, _, _, _, _, p_full, _ = bars
     HV: gl.constexpr = PLAN.HV if PLAN.HV > 0 else BLOCK
-    PIECES: gl.constexpr = 2 + PLAN.HQ // BLOCK
-    ROWS: gl.constexpr = PIECES * BLOCK // 2
+    ROWS: gl.constexpr = (LO + PLAN.HQ) // 2
     sharing = heads // kv_heads
-    n = 0
-    turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, hk, n0, len_k, first, stride = tile_of(t, Lens, counts, PLAN)
-        begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        place = (n0, len_k, whole_begin, whole_end)
-        dv_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
-        dv_hi = gl.zeros([BLOCK, HV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16]))
-        m, h, block = before_first(hk, first, begin, sharing, stride)
+    b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
+    begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+    place = (n0, len_k, whole_begin, whole_end)
+    dv_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
+    dv_hi = gl.zeros([BLOCK, HV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16]))
+    m, h, block = before_first(hk, first, begin, sharing, stride)
+    m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+    wait_full(k_full, 0, 1)
+    if PLAN.LENS:  # keys and values beyond the last may be NaN, and both consumers read the keys
+        if n0 + BLOCK > len_k:
+            clear_rows(k_lo.index(0), len_k - n0)
+            clear_rows(k_hi.index(0), len_k - n0)
+        named_sync(BOTH, 256)
+    wait_full(q_full, 0, Q_STAGES)
+    s = warpgroup_mma_wait(0, deps=(_begin_scores(tiles, m * 0, block),))
+    p = _probabilities(s, 0, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
+    release(q_empty, 0, Q_STAGES)
+    p_s.store(p)
+    mbarrier.arrive(p_full.index(0), count=1)
+    last = blocks * sharing - 1
+    for n in range(last):
+        row = block * ROWS
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-        wait_full(k_full, turn, 1)
-        if PLAN.LENS:  # keys and values beyond the last may be NaN, and both consumers read the keys
-            if n0 + BLOCK > len_k:
-                clear_rows(k_lo.index(0), len_k - n0)
-                clear_rows(k_hi.index(0), len_k - n0)
-            named_sync(BOTH, 256)
-        wait_full(q_full, n, Q_STAGES)
-        s = warpgroup_mma_wait(0, deps=(_begin_scores(tiles, n),))
-        p = _probabilities(s, n, m, place, lse_s, counts, scale, ds_s.dtype, PLAN)
-        release(q_empty, n, Q_STAGES)
-        p_s.store(p)
-        mbarrier.arrive(p_full.index(0), count=1)
-        for j in range(blocks * sharing - 1):
-            row = block * ROWS
-            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-            p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN,
-                                          False)
-            n += 1
-        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block * ROWS, place, DQ, tiles, bars, counts, scale, PLAN,
-                                      True)
-        n += 1
-        release(kv_empty, turn, 1)
-        turn += 1
-        _store_half(DV, dv_lo, dq_s.index(0), b, hk, n0, 0, LO)
-        if PLAN.HV > 0:
-            _store_half(DV, dv_hi, dq_s.index(0), b, hk, n0, LO, HV)
+        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN, False)
+    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block * ROWS, place, DQ, tiles, bars, counts, scale, PLAN,
+                                  True)
+    store_half(DV, dv_lo, k_lo.index(0), b, hk, n0, 0, LO)  # the other consumer does not read these keys
+    if PLAN.HV > 0:
+        store_half(DV, dv_hi, k_lo.index(0), b, hk, n0, LO, HV)
     tma.store_wait(0)
 
 
@@ -335,23 +332,24 @@ def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr)
 
 
 @gluon.jit
-def _dp_of_lo(tiles, n, bars):
+def _dp_of_lo(tiles, n, row, bars):
     """Begin to multiply dP^T of use n of dO."""
     _, _, v_lo, _, _, _, do_lo, _, _, _, _, _, _ = tiles
-    _, _, _, _, _, lo_full, _, _, _, _, _ = bars
+    _, _, _, _, lo_full, _, _, _, _, _ = bars
     wait_full(lo_full, n, 2)
     dp = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    return warpgroup_mma(_only(v_lo, n), do_lo.index(slot(n, 2)).permute((1, 0)), dp, use_acc=False, is_async=True)
+    return warpgroup_mma(_only(v_lo, row), do_lo.index(slot(n, 2)).permute((1, 0)), dp, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _dp_of_hi(dp, tiles, n, bars, PLAN: gl.constexpr):
+def _dp_of_hi(dp, tiles, n, row, bars, PLAN: gl.constexpr):
     """The second half of `_dp_of_lo`; wait for both, and say that they have been read."""
     _, _, _, v_hi, _, _, _, do_hi, _, _, _, _, _ = tiles
-    _, _, _, _, _, _, lo_empty, hi_full, hi_empty, _, _ = bars
+    _, _, _, _, _, lo_empty, hi_full, hi_empty, _, _ = bars
     if PLAN.HV > 0:
         wait_full(hi_full, n, PLAN.HI_STAGES)
-        dp = warpgroup_mma(_only(v_hi, n), do_hi.index(slot(n, PLAN.HI_STAGES)).permute((1, 0)), dp, is_async=True)
+        do = do_hi.index(slot(n, PLAN.HI_STAGES))
+        dp = warpgroup_mma(_only(v_hi, row), do.permute((1, 0)), dp, is_async=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     release(lo_empty, n, 2)
     if PLAN.HV > 0:
@@ -364,83 +362,77 @@ def _key_step(dp, dk_lo, dk_hi, n, row, DQ, tiles, bars, PLAN: gl.constexpr, LAS
     """One block of queries: dS, dK and this consumer's columns of dQ, from row `row` of the sum on; then dP^T of the
     next one, unless this is the last."""
     _, k_hi, _, _, q_lo, q_hi, _, _, _, delta_s, p_s, ds_s, dq_s = tiles
-    _, _, _, q_full, q_empty, _, _, _, _, p_full, ds_full = bars
+    _, _, q_full, q_empty, _, _, _, _, p_full, ds_full = bars
+    TWO: gl.constexpr = PLAN.ADDS and PLAN.HQ > BLOCK  # pieces of dQ
     i = slot(n, Q_STAGES)
     wait_full(q_full, n, Q_STAGES)
     delta = delta_s.index(i).load(QUERIES)
     wait_full(p_full, n, 1)
     ds = p_s.load(SCORES).to(gl.float32) * (dp - delta[None, :])
-    ds = ds.to(ds_s.dtype)
-    ds_s.store(ds)
-    fence_async_shared()
+    ds = ds.to(p_s.dtype)
+    if PLAN.ADDS:
+        ds_s.store(ds)
+        fence_async_shared()
     mbarrier.arrive(ds_full.index(0), count=1)
     lo = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_lo.type.layout, k_width=2),
                            assert_trivial=True)
     hi = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_hi.type.layout, k_width=2),
                            assert_trivial=True)
-    wait_full(ds_full, n, 1)
-    dq = _dq_piece(ds_s, _only(k_hi, n), 0)
+    if PLAN.ADDS:
+        wait_full(ds_full, n, 1)
+        dq = _dq_piece(ds_s, _only(k_hi, row), 0)
     dk_lo = warpgroup_mma(lo, q_lo.index(i), dk_lo, is_async=True)
     dk_hi = warpgroup_mma(hi, q_hi.index(i), dk_hi, is_async=True)
-    dq = warpgroup_mma_wait(2, deps=(dq,))
-    _add_dq(dq, DQ, row, dq_s.index(1))
-    if PLAN.HQ > BLOCK:
-        dq = _dq_piece(ds_s, _only(k_hi, n), 1)
+    if PLAN.ADDS:
+        dq = warpgroup_mma_wait(2, deps=(dq,))
+        _add_dq(dq, DQ, row, dq_s.index(1))
+        if TWO:
+            dq = _dq_piece(ds_s, _only(k_hi, row), 1)
     if LAST:
-        dk_lo, dk_hi, dq = warpgroup_mma_wait(0, deps=(dk_lo, dk_hi, dq))
-        release(q_empty, n, Q_STAGES)
-        if PLAN.HQ > BLOCK:
+        dk_lo, dk_hi = warpgroup_mma_wait(0, deps=(dk_lo, dk_hi))
+        if TWO:
+            dq = warpgroup_mma_wait(0, deps=(dq,))
             _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(1))
     else:
-        dp = _dp_of_lo(tiles, n + 1, bars)
-        if PLAN.HQ > BLOCK:
-            dk_lo, dk_hi = warpgroup_mma_wait(2, deps=(dk_lo, dk_hi))
-            release(q_empty, n, Q_STAGES)
+        dp = _dp_of_lo(tiles, n + 1, row, bars)
+        dk_lo, dk_hi = warpgroup_mma_wait(2 if TWO else 1, deps=(dk_lo, dk_hi))
+        release(q_empty, n, Q_STAGES)
+        if TWO:
             dq = warpgroup_mma_wait(1, deps=(dq,))
             _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(1))
-        else:
-            dk_lo, dk_hi = warpgroup_mma_wait(1, deps=(dk_lo, dk_hi))
-            release(q_empty, n, Q_STAGES)
-        dp = _dp_of_hi(dp, tiles, n + 1, bars, PLAN)
+        dp = _dp_of_hi(dp, tiles, n + 1, row, bars, PLAN)
     return dp, dk_lo, dk_hi
 
 
 @gluon.jit
 def key_consumer(DK, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
     """dP^T, dS^T, dK and the columns of dQ from 128 on."""
-    heads, kv_heads, n_heads, group, len_q, _, left, right, n_tiles = counts
-    _, _, v_lo, v_hi, _, _, _, _, _, _, _, _, dq_s = tiles
-    k_full, v_full, kv_empty, _, _, _, _, _, _, _, _ = bars
+    heads, kv_heads, n_heads, group, len_q, _, left, right = counts
+    _, _, v_lo, v_hi, _, _, _, _, _, _, _, _, _ = tiles
+    k_full, v_full, _, _, _, _, _, _, _, _ = bars
     HQ: gl.constexpr = PLAN.HQ
-    PIECES: gl.constexpr = 2 + PLAN.HQ // BLOCK
-    ROWS: gl.constexpr = PIECES * BLOCK // 2
+    ROWS: gl.constexpr = (LO + PLAN.HQ) // 2
     sharing = heads // kv_heads
-    n = 0
-    turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, hk, n0, len_k, first, stride = tile_of(t, Lens, counts, PLAN)
-        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        dk_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
-        dk_hi = gl.zeros([BLOCK, HQ], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HQ, 16]))
-        m, h, block = before_first(hk, first, begin, sharing, stride)
-        wait_full(k_full, turn, 1)
-        wait_full(v_full, turn, 1)
-        if PLAN.LENS:
-            if n0 + BLOCK > len_k:
-                clear_rows(v_lo.index(0), len_k - n0)
-                if PLAN.HV > 0:
-                    clear_rows(v_hi.index(0), len_k - n0)
-            named_sync(BOTH, 256)
-        dp = _dp_of_hi(_dp_of_lo(tiles, n, bars), tiles, n, bars, PLAN)
-        for j in range(blocks * sharing - 1):
-            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-            dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, False)
-            n += 1
+    b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
+    begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+    dk_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
+    dk_hi = gl.zeros([BLOCK, HQ], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HQ, 16]))
+    m, h, block = before_first(hk, first, begin, sharing, stride)
+    wait_full(k_full, 0, 1)
+    wait_full(v_full, 0, 1)
+    if PLAN.LENS:
+        if n0 + BLOCK > len_k:
+            clear_rows(v_lo.index(0), len_k - n0)
+            if PLAN.HV > 0:
+                clear_rows(v_hi.index(0), len_k - n0)
+        named_sync(BOTH, 256)
+    dp = _dp_of_hi(_dp_of_lo(tiles, m * 0, block, bars), tiles, m * 0, block, bars, PLAN)
+    last = blocks * sharing - 1
+    for n in range(last):
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-        dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, True)
-        n += 1
-        release(kv_empty, turn, 1)
-        turn += 1
-        _store_half(DK, dk_lo * scale, dq_s.index(1), b, hk, n0, 0, LO)
-        _store_half(DK, dk_hi * scale, dq_s.index(1), b, hk, n0, LO, HQ)
+        dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, False)
+    m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+    dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, last, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, True)
+    store_half(DK, dk_lo * scale, v_lo.index(0), b, hk, n0, 0, LO)
+    store_half(DK, dk_hi * scale, v_lo.index(0), b, hk, n0, LO, HQ)
     tma.store_wait(0)
