@@ -21,6 +21,7 @@ pytest.importorskip("triton.experimental.gluon")
 from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
 from adatom.ops.attention import hopper_deep as deep  # noqa: E402
+from adatom.ops.attention import hopper_deep_query as query  # noqa: E402
 from adatom.ops.attention import hopper_deep_walk as walk  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
@@ -127,9 +128,9 @@ class Product:
 class Machine:
     """A multiprocessor."""
 
-    def __init__(self, sizes: tuple[int, int], seed: int) -> None:
+    def __init__(self, pid: int, seed: int) -> None:
         self.changed, self.here, self.random = threading.Condition(), threading.local(), random.Random(seed)
-        self.pid, self.programs = sizes
+        self.pid = pid
         self.both = threading.Barrier(2)
         self.adding = threading.Lock()
 
@@ -198,13 +199,13 @@ class Machine:
             minimum=min, maximum=max, where=where,
             zeros=lambda shape, dtype, layout: register(torch.zeros(shape)), static_range=range, float32=F32,
             arange=lambda a, b, layout=None: torch.arange(a, b), exp2=torch.exp2, program_id=lambda axis: self.pid,
-            num_programs=lambda axis: self.programs, load=lambda x: x, int32=torch.int32, DotOperandLayout=dict,
+            load=load, int32=torch.int32, int64=torch.int64, DotOperandLayout=dict,
             NVMMADistributedLayout=lambda *a: None, SliceLayout=lambda *a: None,
             convert_layout=lambda x, layout, assert_trivial: x,
         )  # fmt: skip
         names: dict[str, Any] = {
             "gl": language, "LOG2E": 1 / math.log(2), "BLOCK": 64, "LO": 128, "BOTH": 8, "MATRIX": SWIZZLED,
-            "SCORES": None, "QUERIES": None, "Q_STAGES": 2, "BLOCK_N": 128,
+            "SCORES": None, "QUERIES": None, "Q_STAGES": 2, "BLOCK_N": 128, "ROWS": 128, "K_STAGES": 2, "ROW": None,
             "as_box": lambda desc, tile: tile, "fence_async_shared": lambda: None,
             "named_sync": lambda number, threads: self.both.wait(10),
             "visible": visible, "clear_rows": clear_rows,
@@ -218,7 +219,7 @@ class Machine:
                 async_atomic_add=lambda *a: self.later(*a, add=True), store_wait=self.store_wait,
             ),
         }  # fmt: skip
-        for module in (walk, feed, hopper):
+        for module in (walk, query, feed, hopper):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in names:
                     names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
@@ -240,6 +241,16 @@ def clear_rows(tile: Shared, rows: int) -> None:
     tile.store(x)
 
 
+class Pointer:
+    """To numbers; with offsets, what they point at."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __add__(self, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x, i
+
+
 class Lens(list):
     """A pointer to lengths."""
 
@@ -247,65 +258,115 @@ class Lens(list):
         return torch.tensor(self[i])
 
 
-def run(x, o, dout, delta, lse, hi_stages: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, unscaled, and dK and dV of the kernel, as two programs one after the other."""
+def load(at: Any, mask: Any = None, other: float = 0) -> torch.Tensor:
+    if torch.is_tensor(at):
+        return at
+    x, i = at
+    return torch.where(mask, x[i.clamp(max=len(x) - 1)], other)
+
+
+def shared(dtype: torch.dtype, *shape: int, layout: str = SWIZZLED) -> Shared:
+    return Shared(torch.full((math.prod(shape),), math.nan, dtype=dtype), list(shape), layout)
+
+
+def play(machine: Machine, roles: dict[str, tuple[Any, ...]]) -> None:
+    """Run the roles of a program beside each other; those of one name differ after a space."""
+    python, failed = machine.python(), []
+
+    def role(name: str, args: tuple[Any, ...]) -> None:
+        try:
+            python[name.split()[0]](*args)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=role, args=item) for item in roles.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def run(x, o, dout, delta, lse, adds: bool, stages: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dQ, dK, dV) of the kernels, their programs one after the other."""
     batch, heads, len_q, dim = x.q.shape
     kv_heads, len_k, dim_v = x.v.shape[1:]
     hq, hv = (64 if dim <= 192 else 128), next(h for h in (0, 64, 128) if dim_v <= 128 + h)
     left, right = o.window_left, (0 if o.causal else o.window_right)
     lens = None if x.kv_lens is None else Lens(x.kv_lens.tolist())
-    plan = walk.Plan(hq, hv, hi_stages, left >= 0, right >= 0, len_k % 64 == 0 and lens is None, lens is not None)
-    n_m, pieces = math.ceil(len_q / 64), 2 + hq // 64
+    even = len_k % 64 == 0 and lens is None
+    plan = walk.Plan(hq, hv, stages, left >= 0, right >= 0, even, lens is not None, adds)
+    n_m, pieces, half = math.ceil(len_q / 64), 2 + hq // 64, x.q.dtype
     rows = torch.full((batch * heads, n_m * 64), math.inf)
     rows[:, :len_q] = torch.where(lse == -math.inf, math.inf, lse / math.log(2)).flatten(0, 1)
     deltas = torch.zeros(batch * heads, n_m * 64)
     deltas[:, :len_q] = delta.flatten(0, 1)
-    dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
+    dq, dk, dv = (torch.full_like(t, math.nan) for t in x[:3])
     total = torch.zeros(batch * heads * n_m * pieces * 32, 128)
-    n_tiles = math.ceil(len_k / 64) * batch * kv_heads
-    counts = (heads, kv_heads, batch * kv_heads, 2, len_q, len_k, left, right, n_tiles)
-    for pid in range(2):
-        machine = Machine((pid, 2), seed)
+    q, k, v, do, sum_q, d_q, d_k, d_v = map(Tensor4, (x.q, x.k, x.v, dout, total, dq, dk, dv))
+    numbers = Tensor4(rows.view(-1)), Tensor4(deltas.view(-1))
+    options = (len_q, len_k, left, right)
+    for pid in range(math.ceil(len_k / 64) * batch * kv_heads):
+        machine = Machine(pid, seed)
         ring = machine.barriers
-
-        def shared(dtype: torch.dtype, *shape: int, layout: str = SWIZZLED) -> Shared:
-            return Shared(torch.full((math.prod(shape),), math.nan, dtype=dtype), list(shape), layout)
-
-        half = x.q.dtype
         tiles = (
             shared(half, 1, 64, 128), shared(half, 1, 64, hq), shared(half, 1, 64, 128), shared(half, 1, 64, hv or 64),
             shared(half, 2, 64, 128), shared(half, 2, 64, hq), shared(half, 2, 64, 128),
-            shared(half, hi_stages, 64, hv or 64), shared(F32, 2, 64, layout=PLAIN), shared(F32, 2, 64, layout=PLAIN),
+            shared(half, stages, 64, hv or 64), shared(F32, 2, 64, layout=PLAIN), shared(F32, 2, 64, layout=PLAIN),
             shared(half, 64, 64), shared(half, 64, 64), shared(F32, 2, 32, 128, layout=PLAIN),
         )  # fmt: skip
         bars = (
-            ring(1, 1), ring(1, 1), ring(1, 2), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2), ring(hi_stages, 1),
-            ring(hi_stages, 2), ring(1, 1), ring(1, 1),
+            ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2), ring(stages, 1), ring(stages, 2),
+            ring(1, 1), ring(1, 1),
         )  # fmt: skip
-        q, k, v, do, sum_q, d_k, d_v = map(Tensor4, (x.q, x.k, x.v, dout, total, dk, dv))
-        numbers = Tensor4(rows.view(-1)), Tensor4(deltas.view(-1))
-        python, failed = machine.python(), []
-
-        def role(name: str, *args: Any, python=python, failed=failed) -> None:
-            try:
-                python[name](*args)
-            except Exception as error:
-                failed.append(error)
-
-        given = {
-            "producer": (q, k, v, do, *numbers, lens, tiles, bars, counts, plan),
-            "value_consumer": (d_v, sum_q, lens, tiles, bars, counts, o.scale, plan),
-            "key_consumer": (d_k, sum_q, lens, tiles, bars, counts, o.scale, plan),
-        }
-        threads = [threading.Thread(target=role, args=(name, *args)) for name, args in given.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
-    x_ = total.view(-1, n_m, pieces, 4, 8, 8, 4, 2, 2).permute(0, 1, 3, 7, 5, 2, 4, 6, 8)  # as `_behind_kernel` does
-    return x_.reshape(batch, heads, n_m * 64, pieces * 64)[:, :, :len_q, :dim], dk, dv
+        counts = (heads, kv_heads, batch * kv_heads, 2, *options)
+        play(
+            machine,
+            {
+                "producer": (q, k, v, do, *numbers, lens, tiles, bars, counts, plan),
+                "value_consumer": (d_v, sum_q, lens, tiles, bars, counts, o.scale, plan),
+                "key_consumer": (d_k, sum_q, lens, tiles, bars, counts, o.scale, plan),
+            },
+        )
+    if adds:  # as `_behind_kernel` reads it
+        summed = total.view(-1, n_m, pieces, 4, 8, 8, 4, 2, 2).permute(0, 1, 3, 7, 5, 2, 4, 6, 8)
+        return summed.reshape(batch, heads, n_m * 64, pieces * 64)[:, :, :len_q, :dim] * o.scale, dk, dv
+    for pid in range(math.ceil(len_q / 128) * batch * heads):
+        machine = Machine(pid, seed)
+        ring = machine.barriers
+        tiles = (
+            shared(half, 2, 64, 128), shared(half, 2, 64, hq), shared(half, 2, 64, 128), shared(half, 2, 64, hv or 64),
+            shared(half, 2, 64, 128), shared(half, 2, 64, hq),
+            shared(half, stages, 64, 128), shared(half, stages, 64, hv or 64),
+        )  # fmt: skip
+        bars = (ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(stages, 1), ring(stages, 2))
+        counts = (heads, kv_heads, batch * heads, 3, *options)
+        masks = (left >= 0, right >= 0)
+        pointers = (Pointer(rows.view(-1)), Pointer(deltas.view(-1)), lens)
+        play(
+            machine,
+            {"key_producer": (q, k, v, do, lens, tiles, bars, counts, hq, hv, stages, *masks, lens is not None)}
+            | {
+                f"query_consumer {c}": (
+                    d_q,
+                    *pointers,
+                    tiles,
+                    bars,
+                    counts,
+                    o.scale,
+                    c,
+                    hq,
+                    hv,
+                    stages,
+                    *masks,
+                    even,
+                    lens is not None,
+                )  # fmt: skip
+                for c in (0, 1)
+            },
+        )
+    return dq, dk, dv
 
 
 CASES = (
@@ -317,8 +378,9 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("adds", [True, False], ids=["sums dQ", "dQ apart"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_three_roles(case):
+def test_roles(case, adds):
     (dim, dim_v), (len_q, len_k), sharing, options = case
     torch.manual_seed(0)
     options = {**options, **({"kv_lens": torch.tensor(options["kv_lens"]).int()} if "kv_lens" in options else {})}
@@ -332,18 +394,23 @@ def test_the_three_roles(case):
         for b, n in enumerate(x.kv_lens.tolist()):
             x.k[b, :, n:] = x.v[b, :, n:] = math.nan
     delta = (out * dout.double()).sum(-1)
-    for hi_stages, seed in ((1, 0), (2, 1)):
-        dq, dk, dv = run(x, o, dout, delta, lse, hi_stages, seed)
-        for name, got, true in zip(("dq", "dk", "dv"), (dq * o.scale, dk, dv), want):
+    for stages in (1, 2):
+        for name, got, true in zip(("dq", "dk", "dv"), run(x, o, dout, delta, lse, adds, stages, stages), want):
             error = ((got.double() - true).norm() / true.norm()).item()
             assert error < 0.01, (name, error)
 
 
 def test_what_fits_in_shared_memory():
-    for (dim, dim_v, _), config in deep.CONFIGS.items():
+    """Tiles of 64 rows of so many columns, and what is of one size."""
+    for (dim, dim_v, adds), config in deep.CONFIGS.items():
         columns = 3 * dim + dim_v + 2 * 128 + config.hi_stages * (dim_v - 128)  # K, two of Q, V, dO
-        rest = 2 * 64 * 64 * 2 + 2 * 64 * 64 * 4 + 4 * 64 * 4 + 24 * 8  # P, dS; dQ; lse, delta; barriers
+        rest = (
+            (64 * 64 * 2 + 2 * 64 * 64 * 4 if adds else 0) + 64 * 64 * 2 + 4 * 64 * 4 + 24 * 8
+        )  # dS, dQ; P, lse, delta
         assert 64 * columns * 2 + rest <= H100.shared_memory, (dim, dim_v)
+    for (dim, dim_v), config in deep.QUERY_CONFIGS.items():
+        columns = 2 * (dim + dim_v) + 2 * dim + config.hi_stages * dim_v  # Q and dO, K, V
+        assert 64 * columns * 2 + 24 * 8 <= H100.shared_memory, (dim, dim_v)
 
 
 @pytest.mark.parametrize(

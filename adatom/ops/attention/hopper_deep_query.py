@@ -113,8 +113,8 @@ def _product(lo, hi, other_lo, other_hi, H: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(s, n0, lse, queries, place, counts, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                   EVEN_N: gl.constexpr):
+def _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                       EVEN_N: gl.constexpr):
     """P of the keys n0..."""
     _, _, _, _, len_q, _, left, right = counts
     len_k, whole_begin, whole_end = place
@@ -155,7 +155,7 @@ def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.cons
     place = (len_k, whole_begin, whole_end)
     queries = m0 + gl.arange(0, BLOCK, layout=ROW)
     padded = (len_q + BLOCK - 1) // BLOCK * BLOCK
-    at = (b.to(gl.int64) * heads + h) * padded + queries
+    at = (b * heads + h) * padded + queries  # below 2**31: no GPU holds the queries of more
     lse = gl.load(Rows + at, mask=queries < padded, other=float("inf"))
     delta = gl.load(Delta + at, mask=queries < padded, other=0.0)
     dq_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
@@ -180,7 +180,7 @@ def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.cons
     dp = _product(do_lo.index(C), do_hi.index(C), v_lo.index(0), v_hi.index(0), HV)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     release(v_empty, 0, V_STAGES)
-    p = _probabilities(s, n0, lse, queries, place, counts, scale, LEFT, RIGHT, EVEN_N)
+    p = _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT, RIGHT, EVEN_N)
     ds = (p * (dp - delta[:, None])).to(DQ.dtype)
     for n in range(blocks - 1):
         n0 -= BLOCK
@@ -190,7 +190,7 @@ def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.cons
         s = _product(q_lo.index(mine), q_hi.index(mine), k_lo.index(i), k_hi.index(i), HQ)
         dq_lo, dq_hi = _add_product(ds, dq_lo, dq_hi, k_lo.index(slot(n, K_STAGES)), k_hi.index(slot(n, K_STAGES)))
         s = warpgroup_mma_wait(2, deps=(s,))
-        p = _probabilities(s, n0, lse, queries, place, counts, scale, LEFT, RIGHT, EVEN_N)
+        p = _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT, RIGHT, EVEN_N)
         i = slot(n + 1, V_STAGES)
         wait_full(v_full, n + 1, V_STAGES)
         dp = _product(do_lo.index(mine), do_hi.index(mine), v_lo.index(i), v_hi.index(i), HV)
