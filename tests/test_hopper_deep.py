@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections import defaultdict
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -129,8 +130,9 @@ class Machine:
     """A multiprocessor."""
 
     def __init__(self, pid: int, seed: int) -> None:
-        self.changed, self.here, self.random = threading.Condition(), threading.local(), random.Random(seed)
+        self.changed, self.random = threading.Condition(), random.Random(seed)
         self.pid = pid
+        self.under_way: dict[Any, list[Any]] = defaultdict(list)
         self.both = threading.Barrier(2)
         self.adding = threading.Lock()
 
@@ -138,9 +140,8 @@ class Machine:
         return Ring(Barrier(self.changed, count) for _ in range(n))
 
     def pending(self, kind: str) -> list[Any]:
-        if not hasattr(self.here, kind):
-            setattr(self.here, kind, [])
-        return getattr(self.here, kind)
+        """What this thread has under way."""
+        return self.under_way[threading.get_ident(), kind]
 
     # products
 

@@ -448,11 +448,7 @@ GPU: tuple[Case, ...] = (
         Case(f"filled {name}", 4, 4, kv_heads, *lengths, d, d, dtype, **options)
         for name, kv_heads, lengths, d, dtype, options in _FILLED
     ),
-    Case(
-        "filled everything",
-        *(4, 8, 2, 333, 432, 80, 48, BF16),
-        **_MOST,
-    ),
+    Case("filled everything", *(4, 8, 2, 333, 432, 80, 48, BF16), **_MOST),
     Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
@@ -467,12 +463,7 @@ GPU: tuple[Case, ...] = (
     Case("varlen", 7, 4, 2, 421, 421, 64, 64, BF16, varlen=True, causal=True),
     Case("varlen f32", 6, 4, 4, 200, 333, 64, 64, F32, varlen=True),
     Case("varlen everything", 6, 4, 1, 333, 200, 128, 64, F16, varlen=True, window=(99, 40), softcap=3.0, sinks=True),
-    Case(
-        "everything",
-        *(3, 8, 2, 333, 421, 80, 48, BF16),
-        **_MOST,
-        softcap=5.0,
-    ),
+    Case("everything", *(3, 8, 2, 333, 421, 80, 48, BF16), **_MOST, softcap=5.0),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     *(
         Case(f"neighbours {kind_of(*kind)} {k} {d}x{dv} {bias}", n, 8, 8, k, k, d, dv, *kind, bias=bias)
