@@ -206,7 +206,7 @@ class Machine:
         )  # fmt: skip
         names: dict[str, Any] = {
             "gl": language, "LOG2E": 1 / math.log(2), "BLOCK": 64, "LO": 128, "BOTH": 8, "MATRIX": SWIZZLED,
-            "SCORES": None, "QUERIES": None, "Q_STAGES": 2, "BLOCK_N": 128, "ROWS": 128, "K_STAGES": 2, "ROW": None,
+            "SCORES": None, "QUERIES": None, "STAGES": 2, "BLOCK_N": 128, "ROWS": 128, "K_STAGES": 2, "ROW": None,
             "as_box": lambda desc, tile: tile, "fence_async_shared": lambda: None,
             "named_sync": lambda number, threads: self.both.wait(10),
             "visible": visible, "clear_rows": clear_rows,
@@ -289,7 +289,7 @@ def play(machine: Machine, roles: dict[str, tuple[Any, ...]]) -> None:
         raise failed[0]
 
 
-def run(x, o, dout, delta, lse, adds: bool, stages: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV) of the kernels, their programs one after the other."""
     batch, heads, len_q, dim = x.q.shape
     kv_heads, len_k, dim_v = x.v.shape[1:]
@@ -297,15 +297,14 @@ def run(x, o, dout, delta, lse, adds: bool, stages: int, seed: int) -> tuple[tor
     left, right = o.window_left, (0 if o.causal else o.window_right)
     lens = None if x.kv_lens is None else Lens(x.kv_lens.tolist())
     even = len_k % 64 == 0 and lens is None
-    plan = walk.Plan(hq, hv, stages, left >= 0, right >= 0, even, lens is not None, adds)
-    n_m, pieces, half = math.ceil(len_q / 64), 2 + hq // 64, x.q.dtype
+    plan = walk.Plan(hq, hv, left >= 0, right >= 0, even, lens is not None)
+    n_m, half = math.ceil(len_q / 64), x.q.dtype
     rows = torch.full((batch * heads, n_m * 64), math.inf)
     rows[:, :len_q] = torch.where(lse == -math.inf, math.inf, lse / math.log(2)).flatten(0, 1)
     deltas = torch.zeros(batch * heads, n_m * 64)
     deltas[:, :len_q] = delta.flatten(0, 1)
     dq, dk, dv = (torch.full_like(t, math.nan) for t in x[:3])
-    total = torch.zeros(batch * heads * n_m * pieces * 32, 128)
-    q, k, v, do, sum_q, d_q, d_k, d_v = map(Tensor4, (x.q, x.k, x.v, dout, total, dq, dk, dv))
+    q, k, v, do, d_q, d_k, d_v = map(Tensor4, (x.q, x.k, x.v, dout, dq, dk, dv))
     numbers = Tensor4(rows.view(-1)), Tensor4(deltas.view(-1))
     options = (len_q, len_k, left, right)
     for pid in range(math.ceil(len_k / 64) * batch * kv_heads):
@@ -314,11 +313,11 @@ def run(x, o, dout, delta, lse, adds: bool, stages: int, seed: int) -> tuple[tor
         tiles = (
             shared(half, 1, 64, 128), shared(half, 1, 64, hq), shared(half, 1, 64, 128), shared(half, 1, 64, hv or 64),
             shared(half, 2, 64, 128), shared(half, 2, 64, hq), shared(half, 2, 64, 128),
-            shared(half, stages, 64, hv or 64), shared(F32, 2, 64, layout=PLAIN), shared(F32, 2, 64, layout=PLAIN),
-            shared(half, 64, 64), shared(half, 64, 64), shared(F32, 2, 32, 128, layout=PLAIN),
+            shared(half, 2, 64, hv or 64), shared(F32, 2, 64, layout=PLAIN), shared(F32, 2, 64, layout=PLAIN),
+            shared(half, 64, 64),
         )  # fmt: skip
         bars = (
-            ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2), ring(stages, 1), ring(stages, 2),
+            ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2),
             ring(1, 1), ring(1, 1),
         )  # fmt: skip
         counts = (heads, kv_heads, batch * kv_heads, 2, *options)
@@ -326,13 +325,10 @@ def run(x, o, dout, delta, lse, adds: bool, stages: int, seed: int) -> tuple[tor
             machine,
             {
                 "producer": (q, k, v, do, *numbers, lens, tiles, bars, counts, plan),
-                "value_consumer": (d_v, sum_q, lens, tiles, bars, counts, o.scale, plan),
-                "key_consumer": (d_k, sum_q, lens, tiles, bars, counts, o.scale, plan),
+                "value_consumer": (d_v, lens, tiles, bars, counts, o.scale, plan),
+                "key_consumer": (d_k, lens, tiles, bars, counts, o.scale, plan),
             },
         )
-    if adds:  # as `_behind_kernel` reads it
-        summed = total.view(-1, n_m, pieces, 4, 8, 8, 4, 2, 2).permute(0, 1, 3, 7, 5, 2, 4, 6, 8)
-        return summed.reshape(batch, heads, n_m * 64, pieces * 64)[:, :, :len_q, :dim] * o.scale, dk, dv
     for pid in range(math.ceil(len_q / 128) * batch * heads):
         machine = Machine(pid, seed)
         ring = machine.barriers
@@ -379,9 +375,8 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("adds", [True, False], ids=["sums dQ", "dQ apart"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_roles(case, adds):
+def test_roles(case):
     (dim, dim_v), (len_q, len_k), sharing, options = case
     torch.manual_seed(0)
     options = {**options, **({"kv_lens": torch.tensor(options["kv_lens"]).int()} if "kv_lens" in options else {})}
@@ -396,21 +391,17 @@ def test_roles(case, adds):
             x.k[b, :, n:] = x.v[b, :, n:] = math.nan
     delta = (out * dout.double()).sum(-1)
     for stages in (1, 2):
-        for name, got, true in zip(("dq", "dk", "dv"), run(x, o, dout, delta, lse, adds, stages, stages), want):
+        for name, got, true in zip(("dq", "dk", "dv"), run(x, o, dout, delta, lse, stages, stages), want):
             error = ((got.double() - true).norm() / true.norm()).item()
             assert error < 0.01, (name, error)
 
 
 def test_what_fits_in_shared_memory():
     """Tiles of 64 rows of so many columns, and what is of one size."""
-    for (dim, dim_v, adds), config in deep.CONFIGS.items():
-        columns = 3 * dim + dim_v + 2 * 128 + config.hi_stages * (dim_v - 128)  # K, two of Q, V, dO
-        rest = (
-            (64 * 64 * 2 + 2 * 64 * 64 * 4 if adds else 0) + 64 * 64 * 2 + 4 * 64 * 4 + 24 * 8
-        )  # dS, dQ; P, lse, delta
-        assert 64 * columns * 2 + rest <= H100.shared_memory, (dim, dim_v)
-    for (dim, dim_v), config in deep.QUERY_CONFIGS.items():
-        columns = 2 * (dim + dim_v) + 2 * dim + config.hi_stages * dim_v  # Q and dO, K, V
+    for (dim, dim_v), config in deep.CONFIGS.items():
+        columns = 3 * dim + 3 * dim_v  # K, V, two of Q and dO
+        assert 64 * columns * 2 + 64 * 64 * 2 + 4 * 64 * 4 + 24 * 8 <= H100.shared_memory, (dim, dim_v)
+        columns = 2 * (dim + dim_v) + 2 * dim + config.v_stages * dim_v  # of the kernel of dQ: Q and dO, K, V
         assert 64 * columns * 2 + 24 * 8 <= H100.shared_memory, (dim, dim_v)
 
 

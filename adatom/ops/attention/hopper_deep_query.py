@@ -1,4 +1,4 @@
-"""dQ of the Hopper backward beyond head_dim 128 by a kernel of its own (Gluon), so that it repeats bit for bit.
+"""dQ of the Hopper backward beyond head_dim 128, by a kernel of its own (Gluon).
 
     dQ = scale dS K;  dS = P (dO V^T - delta);  P = exp(Q K^T - lse)
 
@@ -8,7 +8,7 @@ memory. Tiles come in halves of columns, as in hopper_deep_walk.py. Products of 
 exponentials of the next.
 """
 
-from adatom.ops.attention.hopper_deep_walk import BLOCK, BOTH, LO, SCORES, load_half, make_halves, store_half
+from adatom.ops.attention.hopper_deep_walk import BLOCK, LO, SCORES, load_half, make_halves, store_half
 from adatom.ops.attention.triton_call import NO_SPECIALIZE
 from adatom.tiles.hopper import (
     LOG2E,
@@ -33,6 +33,7 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
+BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
 ROWS = gl.constexpr(128)  # queries of a program
 K_STAGES = gl.constexpr(2)
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))

@@ -1,4 +1,4 @@
-"""The warps of the Hopper backward beyond head_dim 128: a producer, a consumer for dV and one for dK.
+"""The warps of the Hopper kernel of dK and dV beyond head_dim 128: a producer, a consumer for dV and one for dK.
 
 Columns of q and k come in two halves, of 128 and of HQ (64 or 128), those of v and dO in halves of 128 and of HV (0, 64
 or 128): lo and hi. In shared memory a half is made of pieces of 64 columns, which is what TMA copies.
@@ -6,10 +6,8 @@ or 128): lo and hi. In shared memory a half is made of pieces of 64 columns, whi
     of V's consumer                                of K's consumer
     S^T = K Q^T; P = exp(S - lse)                  dP^T = V dO^T
     dV += P^T dO                                   dS = P (dP - delta);  dK += dS^T Q
-    dQ = dS K, its first 128 columns               dQ = dS K, the others
 
-P goes through shared memory from one to the other, dS to both. How use n of a ring of barriers is waited for, and by
-whom, is in docs/hopper.md.
+P goes from one to the other through shared memory.
 """
 
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from adatom.tiles.hopper import (
     gl,
     gluon,
     mbarrier,
-    named_sync,
     release,
     slot,
     tma,
@@ -37,11 +34,10 @@ from adatom.tiles.hopper import (
 
 BLOCK = gl.constexpr(64)  # keys of a program, queries of a block, columns of a piece
 LO = gl.constexpr(128)  # columns of the first half
-BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
 MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 QUERIES = gl.constexpr(gl.SliceLayout(0, SCORES.value))
-Q_STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(2)  # buffers of queries and of dO
 
 
 @dataclass(frozen=True)
@@ -50,12 +46,10 @@ class Plan:
 
     HQ: int  # columns of the second half of q and k
     HV: int  # of v; 0: there is none
-    HI_STAGES: int  # buffers of the second half of dO; of the first: 2
     LEFT: bool  # windows
     RIGHT: bool
     EVEN_N: bool  # all blocks of keys are whole
     LENS: bool
-    ADDS: bool  # it sums dQ, too
     VARLEN: bool = False
 
 
@@ -132,29 +126,11 @@ def store_half(X, x, tile, b, h, row, column, H: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(dq, DQ, row, tile):
-    """Begin to add a piece [64, 64] of dQ to the sum in memory: as [32, 128], where a thread holds 16 bytes in a row
-    and a warp 512, so that nothing moves between threads."""
-    tma.store_wait(0)
-    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([BLOCK // 2, 128])
-    tile.store(dq)
-    fence_async_shared()
-    tma.async_atomic_add(DQ, [row, 0], tile)
-
-
-@gluon.jit
-def _dq_piece(ds_s, k, C: gl.constexpr):
-    """Begin to multiply 64 columns of dQ from a half of the keys."""
-    dq = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    return warpgroup_mma(ds_s.permute((1, 0)), k.slice(C * BLOCK, BLOCK, dim=1), dq, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _only(half, row):
-    """The only tile of a half of k or v, at an index that the compiler does not know to be 0 (no row is negative, and
-    each turn of a loop has another). It would keep what each product needs to know of the tile in registers, and spill.
-    """
-    return half.index(row >> 31)
+def _only(half, block):
+    """The only tile of a half of k or v, at an index that the compiler does not know to be 0 (no block of queries has a
+    negative number, and each turn of a loop another). It would keep what each product needs to know of the tile in
+    registers, and spill."""
+    return half.index(block >> 31)
 
 
 # -- producer ----------------------------------------------------------------------------------------------------------
@@ -164,7 +140,7 @@ def _only(half, row):
 def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.constexpr):
     """Loads tiles for the consumers."""
     heads, kv_heads, n_heads, group, len_q, _, left, right = counts
-    k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, do_lo, do_hi, lse_s, delta_s, _, _, _ = tiles
+    k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, do_lo, do_hi, lse_s, delta_s, _ = tiles
     k_full, v_full, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, _, _ = bars
     HQ: gl.constexpr = PLAN.HQ
     HV: gl.constexpr = PLAN.HV
@@ -178,8 +154,8 @@ def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.cons
     for n in range(blocks * sharing):
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
         row = m * BLOCK
-        i = slot(n, Q_STAGES)
-        wait_empty(q_empty, n, Q_STAGES)
+        i = slot(n, STAGES)
+        wait_empty(q_empty, n, STAGES)
         mbarrier.expect(q_full.index(i), BLOCK * (LO + HQ) * 2 + 2 * BLOCK * 4)
         load_half(Q, b, h, row, 0, q_full.index(i), q_lo.index(i), LO)
         load_half(Q, b, h, row, LO, q_full.index(i), q_hi.index(i), HQ)
@@ -190,13 +166,13 @@ def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.cons
             load_half(V, b, hk, n0, 0, v_full.index(0), v_lo.index(0), LO)
             if HV > 0:
                 load_half(V, b, hk, n0, LO, v_full.index(0), v_hi.index(0), HV)
-        i = slot(n, 2)
-        wait_empty(lo_empty, n, 2)
+        i = slot(n, STAGES)
+        wait_empty(lo_empty, n, STAGES)
         mbarrier.expect(lo_full.index(i), BLOCK * LO * 2)
         load_half(DOut, b, h, row, 0, lo_full.index(i), do_lo.index(i), LO)
         if HV > 0:
-            i = slot(n, PLAN.HI_STAGES)
-            wait_empty(hi_empty, n, PLAN.HI_STAGES)
+            i = slot(n, STAGES)
+            wait_empty(hi_empty, n, STAGES)
             mbarrier.expect(hi_full.index(i), BLOCK * HV * 2)
             load_half(DOut, b, h, row, LO, hi_full.index(i), do_hi.index(i), HV)
 
@@ -205,13 +181,13 @@ def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.cons
 
 
 @gluon.jit
-def _begin_scores(tiles, n, row):
+def _begin_scores(tiles, n, block):
     """Begin to multiply S^T of use n of the queries."""
-    k_lo, k_hi, _, _, q_lo, q_hi, _, _, _, _, _, _, _ = tiles
-    i = slot(n, Q_STAGES)
+    k_lo, k_hi, _, _, q_lo, q_hi, _, _, _, _, _ = tiles
+    i = slot(n, STAGES)
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    s = warpgroup_mma(_only(k_lo, row), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
-    return warpgroup_mma(_only(k_hi, row), q_hi.index(i).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(_only(k_lo, block), q_lo.index(i).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(_only(k_hi, block), q_hi.index(i).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -221,7 +197,7 @@ def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLA
     n0, len_k, whole_begin, whole_end = place
     LEFT: gl.constexpr = PLAN.LEFT
     RIGHT: gl.constexpr = PLAN.RIGHT
-    lse = lse_s.index(slot(n, Q_STAGES)).load(QUERIES)
+    lse = lse_s.index(slot(n, STAGES)).load(QUERIES)
     s = s * (scale * LOG2E) - lse[None, :]
     if LEFT or RIGHT or not PLAN.EVEN_N:
         cut = n0 + BLOCK > len_k
@@ -238,63 +214,44 @@ def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLA
 
 
 @gluon.jit
-def _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN: gl.constexpr,
+def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale, PLAN: gl.constexpr,
                 LAST: gl.constexpr):
-    """One block of queries: dV and this consumer's columns of dQ, from row `row` of the sum on; then P^T of the next
-    one, m, unless this is the last."""
-    k_lo, _, _, _, _, _, do_lo, do_hi, lse_s, _, p_s, ds_s, dq_s = tiles
-    _, _, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, p_full, ds_full = bars
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_lo.type.layout, k_width=2)
-    lo = gl.convert_layout(p, OPERAND, assert_trivial=True)
+    """One block of queries: dV; then P^T of the next one, m, unless this is the last."""
+    _, _, _, _, _, _, do_lo, do_hi, lse_s, _, p_s = tiles
+    _, _, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, p_full, p_empty = bars
+    lo = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=dv_lo.type.layout, k_width=2),
+                           assert_trivial=True)
+    hi = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=dv_hi.type.layout, k_width=2),
+                           assert_trivial=True)
     if PLAN.HV > 0:
-        wait_full(hi_full, n, PLAN.HI_STAGES)
-        hi = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=dv_hi.type.layout, k_width=2),
-                               assert_trivial=True)
-        dv_hi = warpgroup_mma(hi, do_hi.index(slot(n, PLAN.HI_STAGES)), dv_hi, is_async=True)
-    wait_full(lo_full, n, 2)
-    dv_lo = warpgroup_mma(lo, do_lo.index(slot(n, 2)), dv_lo, is_async=True)
-    if PLAN.ADDS:
-        wait_full(ds_full, n, 1)
-        dq = _dq_piece(ds_s, _only(k_lo, row), 0)
+        wait_full(hi_full, n, STAGES)
+        dv_hi = warpgroup_mma(hi, do_hi.index(slot(n, STAGES)), dv_hi, is_async=True)
+    wait_full(lo_full, n, STAGES)
+    dv_lo = warpgroup_mma(lo, do_lo.index(slot(n, STAGES)), dv_lo, is_async=True)
     if not LAST:
-        wait_full(q_full, n + 1, Q_STAGES)
-        s = _begin_scores(tiles, n + 1, row)
-    if PLAN.ADDS:
-        dv_lo, dv_hi, dq = warpgroup_mma_wait(0 if LAST else 2, deps=(dv_lo, dv_hi, dq))
-    else:
-        dv_lo, dv_hi = warpgroup_mma_wait(0 if LAST else 2, deps=(dv_lo, dv_hi))
+        wait_full(q_full, n + 1, STAGES)
+        s = _begin_scores(tiles, n + 1, block)
+    dv_lo, dv_hi = warpgroup_mma_wait(0 if LAST else 2, deps=(dv_lo, dv_hi))
     if PLAN.HV > 0:
-        release(hi_empty, n, PLAN.HI_STAGES)
-    release(lo_empty, n, 2)
-    if PLAN.ADDS:
-        _add_dq(dq, DQ, row, dq_s.index(0))
-        dq = _dq_piece(ds_s, _only(k_lo, row), 1)
-    if LAST:
-        if PLAN.ADDS:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-    else:
-        s = warpgroup_mma_wait(1 if PLAN.ADDS else 0, deps=(s,))
+        release(hi_empty, n, STAGES)
+    release(lo_empty, n, STAGES)
+    if not LAST:
+        s = warpgroup_mma_wait(0, deps=(s,))
         p = _probabilities(s, n + 1, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
-        if PLAN.ADDS:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-        else:
-            wait_full(ds_full, n, 1)
-        release(q_empty, n + 1, Q_STAGES)
-        p_s.store(p)  # dS of this block has been read here, and P by the other consumer
+        release(q_empty, n + 1, STAGES)
+        wait_full(p_empty, n, 1)
+        p_s.store(p)
         mbarrier.arrive(p_full.index(0), count=1)
-    if PLAN.ADDS:
-        _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(0))
     return p, dv_lo, dv_hi
 
 
 @gluon.jit
-def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
-    """S^T, P^T, dV and the first 128 columns of dQ."""
+def value_consumer(DV, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+    """S^T, P^T and dV."""
     heads, kv_heads, n_heads, group, len_q, _, left, right = counts
-    k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s, _, _ = tiles
+    k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s = tiles
     k_full, _, q_full, q_empty, _, _, _, _, p_full, _ = bars
     HV: gl.constexpr = PLAN.HV if PLAN.HV > 0 else BLOCK
-    ROWS: gl.constexpr = (LO + PLAN.HQ) // 2
     sharing = heads // kv_heads
     b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
     begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
@@ -304,25 +261,22 @@ def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr)
     m, h, block = before_first(hk, first, begin, sharing, stride)
     m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
     wait_full(k_full, 0, 1)
-    if PLAN.LENS:  # keys and values beyond the last may be NaN, and both consumers read the keys
-        if n0 + BLOCK > len_k:
+    if PLAN.LENS:
+        if n0 + BLOCK > len_k:  # keys beyond the last may be NaN
             clear_rows(k_lo.index(0), len_k - n0)
             clear_rows(k_hi.index(0), len_k - n0)
-        named_sync(BOTH, 256)
-    wait_full(q_full, 0, Q_STAGES)
+    wait_full(q_full, 0, STAGES)
     s = warpgroup_mma_wait(0, deps=(_begin_scores(tiles, m * 0, block),))
     p = _probabilities(s, 0, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
-    release(q_empty, 0, Q_STAGES)
+    release(q_empty, 0, STAGES)
     p_s.store(p)
     mbarrier.arrive(p_full.index(0), count=1)
     last = blocks * sharing - 1
     for n in range(last):
-        row = block * ROWS
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, row, place, DQ, tiles, bars, counts, scale, PLAN, False)
-    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block * ROWS, place, DQ, tiles, bars, counts, scale, PLAN,
-                                  True)
-    store_half(DV, dv_lo, k_lo.index(0), b, hk, n0, 0, LO)  # the other consumer does not read these keys
+        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale, PLAN, False)
+    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block, place, tiles, bars, counts, scale, PLAN, True)
+    store_half(DV, dv_lo, k_lo.index(0), b, hk, n0, 0, LO)  # nobody reads the keys any more
     if PLAN.HV > 0:
         store_half(DV, dv_hi, k_lo.index(0), b, hk, n0, LO, HV)
     tma.store_wait(0)
@@ -332,107 +286,86 @@ def value_consumer(DV, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr)
 
 
 @gluon.jit
-def _dp_of_lo(tiles, n, row, bars):
+def _begin_dp(tiles, n, block, bars, PLAN: gl.constexpr):
     """Begin to multiply dP^T of use n of dO."""
-    _, _, v_lo, _, _, _, do_lo, _, _, _, _, _, _ = tiles
-    _, _, _, _, lo_full, _, _, _, _, _ = bars
-    wait_full(lo_full, n, 2)
+    _, _, v_lo, v_hi, _, _, do_lo, do_hi, _, _, _ = tiles
+    _, _, _, _, lo_full, _, hi_full, _, _, _ = bars
+    wait_full(lo_full, n, STAGES)
     dp = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    return warpgroup_mma(_only(v_lo, row), do_lo.index(slot(n, 2)).permute((1, 0)), dp, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _dp_of_hi(dp, tiles, n, row, bars, PLAN: gl.constexpr):
-    """The second half of `_dp_of_lo`; wait for both, and say that they have been read."""
-    _, _, _, v_hi, _, _, _, do_hi, _, _, _, _, _ = tiles
-    _, _, _, _, _, lo_empty, hi_full, hi_empty, _, _ = bars
+    do = do_lo.index(slot(n, STAGES))
+    dp = warpgroup_mma(_only(v_lo, block), do.permute((1, 0)), dp, use_acc=False, is_async=True)
     if PLAN.HV > 0:
-        wait_full(hi_full, n, PLAN.HI_STAGES)
-        do = do_hi.index(slot(n, PLAN.HI_STAGES))
-        dp = warpgroup_mma(_only(v_hi, row), do.permute((1, 0)), dp, is_async=True)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    release(lo_empty, n, 2)
-    if PLAN.HV > 0:
-        release(hi_empty, n, PLAN.HI_STAGES)
+        wait_full(hi_full, n, STAGES)
+        do = do_hi.index(slot(n, STAGES))
+        dp = warpgroup_mma(_only(v_hi, block), do.permute((1, 0)), dp, is_async=True)
     return dp
 
 
 @gluon.jit
-def _key_step(dp, dk_lo, dk_hi, n, row, DQ, tiles, bars, PLAN: gl.constexpr, LAST: gl.constexpr):
-    """One block of queries: dS, dK and this consumer's columns of dQ, from row `row` of the sum on; then dP^T of the
-    next one, unless this is the last."""
-    _, k_hi, _, _, q_lo, q_hi, _, _, _, delta_s, p_s, ds_s, dq_s = tiles
-    _, _, q_full, q_empty, _, _, _, _, p_full, ds_full = bars
-    TWO: gl.constexpr = PLAN.ADDS and PLAN.HQ > BLOCK  # pieces of dQ
-    i = slot(n, Q_STAGES)
-    wait_full(q_full, n, Q_STAGES)
+def _end_dp(dp, n, bars, PLAN: gl.constexpr):
+    """Wait for what `_begin_dp` began, and say that dO has been read."""
+    _, _, _, _, _, lo_empty, _, hi_empty, _, _ = bars
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    release(lo_empty, n, STAGES)
+    if PLAN.HV > 0:
+        release(hi_empty, n, STAGES)
+    return dp
+
+
+@gluon.jit
+def _key_step(dp, dk_lo, dk_hi, n, block, tiles, bars, PLAN: gl.constexpr, LAST: gl.constexpr):
+    """One block of queries: dS and dK; then dP^T of the next one, unless this is the last."""
+    _, _, _, _, q_lo, q_hi, _, _, _, delta_s, p_s = tiles
+    _, _, q_full, q_empty, _, _, _, _, p_full, p_empty = bars
+    i = slot(n, STAGES)
+    wait_full(q_full, n, STAGES)
     delta = delta_s.index(i).load(QUERIES)
     wait_full(p_full, n, 1)
     ds = p_s.load(SCORES).to(gl.float32) * (dp - delta[None, :])
+    mbarrier.arrive(p_empty.index(0), count=1)
     ds = ds.to(p_s.dtype)
-    if PLAN.ADDS:
-        ds_s.store(ds)
-        fence_async_shared()
-    mbarrier.arrive(ds_full.index(0), count=1)
     lo = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_lo.type.layout, k_width=2),
                            assert_trivial=True)
     hi = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=dk_hi.type.layout, k_width=2),
                            assert_trivial=True)
-    if PLAN.ADDS:
-        wait_full(ds_full, n, 1)
-        dq = _dq_piece(ds_s, _only(k_hi, row), 0)
     dk_lo = warpgroup_mma(lo, q_lo.index(i), dk_lo, is_async=True)
     dk_hi = warpgroup_mma(hi, q_hi.index(i), dk_hi, is_async=True)
-    if PLAN.ADDS:
-        dq = warpgroup_mma_wait(2, deps=(dq,))
-        _add_dq(dq, DQ, row, dq_s.index(1))
-        if TWO:
-            dq = _dq_piece(ds_s, _only(k_hi, row), 1)
     if LAST:
         dk_lo, dk_hi = warpgroup_mma_wait(0, deps=(dk_lo, dk_hi))
-        if TWO:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(1))
     else:
-        dp = _dp_of_lo(tiles, n + 1, row, bars)
-        dk_lo, dk_hi = warpgroup_mma_wait(2 if TWO else 1, deps=(dk_lo, dk_hi))
-        release(q_empty, n, Q_STAGES)
-        if TWO:
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            _add_dq(dq, DQ, row + BLOCK // 2, dq_s.index(1))
-        dp = _dp_of_hi(dp, tiles, n + 1, row, bars, PLAN)
+        dp = _begin_dp(tiles, n + 1, block, bars, PLAN)
+        dk_lo, dk_hi = warpgroup_mma_wait(2 if PLAN.HV > 0 else 1, deps=(dk_lo, dk_hi))
+        release(q_empty, n, STAGES)
+        dp = _end_dp(dp, n + 1, bars, PLAN)
     return dp, dk_lo, dk_hi
 
 
 @gluon.jit
-def key_consumer(DK, DQ, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
-    """dP^T, dS^T, dK and the columns of dQ from 128 on."""
+def key_consumer(DK, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+    """dP^T, dS^T and dK."""
     heads, kv_heads, n_heads, group, len_q, _, left, right = counts
-    _, _, v_lo, v_hi, _, _, _, _, _, _, _, _, _ = tiles
-    k_full, v_full, _, _, _, _, _, _, _, _ = bars
+    _, _, v_lo, v_hi, _, _, _, _, _, _, _ = tiles
+    _, v_full, _, _, _, _, _, _, _, _ = bars
     HQ: gl.constexpr = PLAN.HQ
-    ROWS: gl.constexpr = (LO + PLAN.HQ) // 2
     sharing = heads // kv_heads
     b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
     begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
     dk_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
     dk_hi = gl.zeros([BLOCK, HQ], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HQ, 16]))
     m, h, block = before_first(hk, first, begin, sharing, stride)
-    wait_full(k_full, 0, 1)
     wait_full(v_full, 0, 1)
     if PLAN.LENS:
-        if n0 + BLOCK > len_k:
+        if n0 + BLOCK > len_k:  # values beyond the last may be NaN
             clear_rows(v_lo.index(0), len_k - n0)
             if PLAN.HV > 0:
                 clear_rows(v_hi.index(0), len_k - n0)
-        named_sync(BOTH, 256)
-    dp = _dp_of_hi(_dp_of_lo(tiles, m * 0, block, bars), tiles, m * 0, block, bars, PLAN)
+    dp = _end_dp(_begin_dp(tiles, m * 0, block, bars, PLAN), m * 0, bars, PLAN)
     last = blocks * sharing - 1
     for n in range(last):
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-        dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, False)
+        dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, n, block, tiles, bars, PLAN, False)
     m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-    dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, last, block * ROWS + BLOCK, DQ, tiles, bars, PLAN, True)
+    dp, dk_lo, dk_hi = _key_step(dp, dk_lo, dk_hi, last, block, tiles, bars, PLAN, True)
     store_half(DK, dk_lo * scale, v_lo.index(0), b, hk, n0, 0, LO)
     store_half(DK, dk_hi * scale, v_lo.index(0), b, hk, n0, LO, HQ)
     tma.store_wait(0)
