@@ -52,6 +52,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
     Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
     Row("attention_bwd", "hopper_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_ordered),
+    Row("attention_bwd", "hopper_deep", "attention.hopper_deep:backward", attention.hopper_deep),
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
     Row("attention_bwd", "hopper_any", "attention.hopper_bwd:backward", attention.hopper_bwd_any, deterministic=False),
     Row("attention_bwd", "hopper_any_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_any),

@@ -80,14 +80,23 @@ def test_hopper_where_it_is_faster():
         assert choose("attention_bwd", slow, "hopper").backend == "hopper_any"
 
 
+def test_hopper_beyond_head_dim_128():
+    deep = HOPPER._replace(head_dim=192, head_dim_v=128)
+    assert choose("attention_bwd", deep).backend == "hopper_deep"
+    assert choose("attention_bwd", deep._replace(causal=True), "hopper").backend == "hopper_deep"
+    assert choose("attention_bwd", deep, "deterministic").backend == "hopper_deep"
+    for other in ({"softcap": True}, {"bias": "full", "bias_dtype": torch.bfloat16}, {"varlen": True}, {"tma": False}):
+        assert choose("attention_bwd", deep._replace(**other)).backend == "triton"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"device": MACHINES["sm_80"]}, "Hopper"),
         ({"device": MACHINES["sm_100"]}, "Hopper"),
         ({"dtype": torch.float32}, "float16 and bfloat16; got torch.float32"),
-        ({"head_dim": 136}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
-        ({"head_dim_v": 192}, "v's head_dim must be"),
+        ({"head_dim": 136, "softcap": True}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
+        ({"head_dim_v": 192, "softcap": True}, "v's head_dim must be"),
         ({"seqlen_k": 0}, "empty"),
         ({"bias": "full", "bias_dtype": torch.bfloat16, "bias_tma": False}, "a bias with contiguous keys"),
         ({"tma": False}, "multiples of 16 bytes"),

@@ -426,6 +426,14 @@ GPU: tuple[Case, ...] = (
     Case("many, window both", 4, 16, 16, 1200, 1300, 64, 64, F16, window=(900, 300)),
     Case("many, kv_lens", 8, 16, 4, 1030, 1200, 64, 64, BF16, kv_lens=True, causal=True),
     Case("many, kv_lens 128", 3, 16, 16, 1100, 1050, 128, 96, F16, kv_lens=True, window=(1040, 100)),
+    # several tiles for each program of Hopper's backward beyond head_dim 128
+    Case("deep", 2, 8, 8, 1100, 1300, 256, 256, BF16),
+    Case("deep causal", 3, 8, 2, 1130, 1077, 256, 256, F16, causal=True, sinks=True, layout="bshd"),
+    Case("deep kv_lens", 5, 8, 4, 700, 900, 256, 256, BF16, kv_lens=True),
+    Case("deep window both", 4, 8, 8, 900, 1000, 192, 128, BF16, window=(400, 70)),
+    Case("deep 136x72", 3, 12, 4, 777, 901, 136, 72, F16, causal=True),
+    Case("deep 200x160", 3, 12, 12, 777, 901, 200, 160, BF16),
+    Case("deep 96x256", 3, 12, 4, 520, 901, 96, 256, BF16, causal=True),
     # packed sequences, of which some are empty; of queries and keys in different ones
     *(
         Case(f"packed {name}", batch, 8, kv_heads, *most, d, dv, (BF16, F16)[i % 2], varlen=True, **options)
@@ -440,11 +448,7 @@ GPU: tuple[Case, ...] = (
         Case(f"filled {name}", 4, 4, kv_heads, *lengths, d, d, dtype, **options)
         for name, kv_heads, lengths, d, dtype, options in _FILLED
     ),
-    Case(
-        "filled everything",
-        *(4, 8, 2, 333, 432, 80, 48, BF16),
-        **_MOST,
-    ),
+    Case("filled everything", *(4, 8, 2, 333, 432, 80, 48, BF16), **_MOST),
     Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
@@ -459,12 +463,7 @@ GPU: tuple[Case, ...] = (
     Case("varlen", 7, 4, 2, 421, 421, 64, 64, BF16, varlen=True, causal=True),
     Case("varlen f32", 6, 4, 4, 200, 333, 64, 64, F32, varlen=True),
     Case("varlen everything", 6, 4, 1, 333, 200, 128, 64, F16, varlen=True, window=(99, 40), softcap=3.0, sinks=True),
-    Case(
-        "everything",
-        *(3, 8, 2, 333, 421, 80, 48, BF16),
-        **_MOST,
-        softcap=5.0,
-    ),
+    Case("everything", *(3, 8, 2, 333, 421, 80, 48, BF16), **_MOST, softcap=5.0),
     Case("neighbours", 2000, 8, 8, 40, 40, 16, 16, F32, bias="b11k"),
     *(
         Case(f"neighbours {kind_of(*kind)} {k} {d}x{dv} {bias}", n, 8, 8, k, k, d, dv, *kind, bias=bias)

@@ -191,3 +191,25 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
     if (p.causal or p.window) and not p.varlen and not _whole_heads(p) and p.least_length < 2048:
         return "adds to dQ in order, which takes too long under a mask at lengths below 2048"
     return None
+
+
+def hopper_deep(p: Problem) -> str | None:
+    """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias, no softcap."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    dims = p.head_dim, p.head_dim_v
+    if any(d % 8 for d in dims) or not 128 < max(dims) <= 256 or min(dims) <= 64:
+        return f"takes head_dims above 64, one of them above 128, to 256, multiples of 8; got {dims[0]}, v's {dims[1]}"
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
+    if p.bias != "none":
+        return "does not take a bias"
+    if p.softcap:
+        return "does not take a softcap"
+    if p.varlen:
+        return "does not take packed sequences"
+    if not p.tma:
+        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None

@@ -1,0 +1,166 @@
+"""Attention backward on Hopper for head_dim 136 to 256 (Gluon): a kernel for dK and dV, one for dQ.
+
+The formulas are hopper_bwd.py's. A program owns 64 keys: dK and dV of 64 x 256 float32 are half of all registers, so
+that one warpgroup accumulates dV and the other dK. dQ would have to be added up in memory, by each 64 keys, which costs
+more than to multiply S and dP again in a kernel that owns queries (docs/hopper.md). All results repeat bit for bit.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from adatom.ops.attention.hopper_deep_ends import before
+from adatom.ops.attention.hopper_deep_query import ROWS, _query_kernel
+from adatom.ops.attention.hopper_deep_walk import (
+    BLOCK,
+    LO,
+    MATRIX,
+    STAGES,
+    key_consumer,
+    make_halves,
+    make_plan,
+    producer,
+    value_consumer,
+)
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered, sink_grad
+from adatom.tiles import launch
+from adatom.tiles.hopper import (
+    Launch,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    make_barriers,
+    wait_for_previous,
+)
+
+_QUERIES_BYTES = 8 * 2**20  # queries and dO of the heads in flight, in the kernel of dK and dV
+_KEYS_BYTES = 24 * 2**20  # keys and values of the heads in flight, in the kernel of dQ
+
+
+class Config(NamedTuple):
+    """How the kernels are tiled: v_stages: buffers of v in the kernel of dQ; registers of a consumer's thread; spill:
+    bytes of registers they may spill."""
+
+    v_stages: int
+    registers: int
+    spill: int = 128
+
+
+# (columns of q and k, of v, in memory) -> tile
+CONFIGS: dict[tuple[int, int], Config] = {
+    (dim, dim_v): Config(1 if (dim, dim_v) == (256, 256) else 2, 240) for dim in (192, 256) for dim_v in (128, 192, 256)
+}
+
+
+@gluon.jit(do_not_specialize=NO_SPECIALIZE)
+def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left,
+                 right, scale, HQ: gl.constexpr, HV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                 EVEN_N: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
+    """dK and dV of blocks of 64 keys.
+
+    Tensors come as descriptors, their tiles [64, 64]. Lse, Delta: float32, one number for each query, the queries of
+    each (batch, head) rounded up to 64; Lse in log2 units, +inf where a query sees nothing or does not exist.
+    """
+    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS)
+    k_lo = make_halves(K, 1, LO)
+    k_hi = make_halves(K, 1, HQ)
+    v_lo = make_halves(V, 1, LO)
+    q_lo = make_halves(Q, STAGES, LO)
+    q_hi = make_halves(Q, STAGES, HQ)
+    do_lo = make_halves(DOut, STAGES, LO)
+    v_hi, do_hi = v_lo, do_lo
+    if HV > 0:
+        v_hi = make_halves(V, 1, HV)
+        do_hi = make_halves(DOut, STAGES, HV)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
+    p_s = gl.allocate_shared_memory(Q.dtype, [BLOCK, BLOCK], MATRIX)
+    k_full = make_barriers(1, 1)
+    v_full = make_barriers(1, 1)
+    q_full = make_barriers(STAGES, 1)
+    q_empty = make_barriers(STAGES, 2)
+    lo_full = make_barriers(STAGES, 1)
+    lo_empty = make_barriers(STAGES, 2)
+    hi_full = make_barriers(STAGES, 1)
+    hi_empty = make_barriers(STAGES, 2)
+    p_full = make_barriers(1, 1)
+    p_empty = make_barriers(1, 1)
+    fence_async_shared()
+    tiles = (k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, do_lo, do_hi, lse_s, delta_s, p_s)
+    bars = (k_full, v_full, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, p_full, p_empty)
+    wait_for_previous(EARLY)
+    let_next(EARLY)
+    counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
+    gl.warp_specialize([
+        (value_consumer, (DV, Lens, tiles, bars, counts, scale, PLAN)),
+        (key_consumer, (DK, Lens, tiles, bars, counts, scale, PLAN)),
+        (producer, (Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+
+
+class Launches(NamedTuple):
+    """The launches of one backward: what follows from shapes and options."""
+
+    before: launch.Launch
+    keys: Launch
+    queries: Launch
+    blocks: int  # of queries, of all heads
+
+
+def _launches(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> Launches:
+    call = Call(x, o)
+    block = BLOCK.value
+    dim = 192 if call.head_dim <= 192 else 256
+    dim_v = next(d for d in (128, 192, 256) if call.head_dim_v <= d)
+    config = CONFIGS[dim, dim_v]
+    sharing = call.heads // max(call.kv_heads, 1)
+    row_bytes = (dim + dim_v) * 2
+
+    def scalars(n_heads: int, group: int) -> tuple[int | float, ...]:
+        group = max(1, min(n_heads, group))
+        return call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, call.scale
+
+    meta = {
+        "HQ": dim - LO.value, "HV": dim_v - LO.value, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
+        "EVEN_N": call.even(call.len_k, block), "LENS": x.kv_lens is not None, "EARLY": True,
+        "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
+    }  # fmt: skip
+    tiles = {name: (block, block) for name in ("Q", "K", "V", "DOut")}
+    keys = Launch(
+        _deep_kernel, call.programs(call.len_k, block, kv=True),
+        scalars(call.batch * call.kv_heads, _QUERIES_BYTES // (row_bytes * sharing * call.len_q)), meta, config.spill,
+        tiles | {"Lse": (block,), "Delta": (block,), "DK": (block, block), "DV": (block, block)},
+    )  # fmt: skip
+    queries = Launch(
+        _query_kernel, call.programs(call.len_q, ROWS.value),
+        scalars(call.batch * call.heads, _KEYS_BYTES * sharing // (row_bytes * call.len_k)),
+        meta | {"V_STAGES": config.v_stages}, config.spill, tiles | {"DQ": (block, block)},
+    )  # fmt: skip
+    return Launches(
+        before(call, block, out, dout, dlse), keys, queries, -(-call.len_q // block) * call.heads * call.batch
+    )
+
+
+def backward(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    wanted: bool,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, None (it takes no bias), dsinks."""
+    dlse = None if dlse is None else dlse.contiguous()
+    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
+        dout = dout.contiguous()  # for TMA
+    dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
+    plan = remembered(x, "deep", lambda: _launches(x, o, out, dout, dlse is not None))
+    rows, delta = empty((2, plan.blocks * BLOCK.value), lse).unbind()
+    plan.before(out, dout, lse, dlse, rows, delta)
+    plan.keys(x.q, x.k, x.v, dout, rows, delta, dk, dv, x.kv_lens)
+    plan.queries(x.q, x.k, x.v, dout, dq, rows, delta, x.kv_lens)
+    dsinks = None
+    if x.sinks is not None:
+        dsinks = sink_grad(x, lse, delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]])
+    return dq, dk, dv, None, dsinks
