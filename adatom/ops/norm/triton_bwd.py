@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from adatom.device import Device, facts
+from adatom.ops.norm.triton_bwd_apart import LARGEST, SHARES, apart_kernel
 from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, prefetch, remembered, tile_of
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
@@ -288,8 +289,12 @@ class _Plan:
         config = found or LONG
         if centred and config.per_sm > 1:  # two sums for each column, not one
             config = config._replace(rows=max(1, config.rows // 2))
-        self.whole, self.length = found is not None, length
-        block = tile_of(length) // config.chunks if self.whole else LONG_BLOCK
+        share = SHARES[size]
+        team = -(-length // share.columns)
+        apart = device.kind == "cuda" and config.chunks + (found is None) > 1 and team <= min(LARGEST, device.sms)
+        self.whole, self.length = apart or found is not None, length
+        self.notes = 0
+        block = share.columns if apart else tile_of(length) // config.chunks if self.whole else LONG_BLOCK
         tiles, early, sms = -(-r.count // config.rows), device.arch >= 90, device.sms or 2
         common = {"DIMS": r.dims, "CENTRED": centred, "EARLY": early, "launch_pdl": early}
         dx = common | {
@@ -304,7 +309,20 @@ class _Plan:
         steps = (*r.strides, *r.sizes, r.count, length)
         held = SUMMED // tile_of(length) if self.whole else 0  # how many sums over rows the first kernel takes
         dw, db = wants[0] and held > 0, wants[1] and held > wants[0]
-        if self.whole:
+        if apart:
+            dw, db = wants
+            programs = min(r.count, share.per_sm * sms // team)
+            tile = {
+                "DW": dw,
+                "DB": db,
+                "AHEAD": size if r.ahead(device, 0, 1) else 0,
+                "TEAM": team,
+                "num_warps": share.num_warps,
+                "maxnreg": 65536 // (share.per_sm * share.num_warps * 32) if share.per_sm > 1 else None,
+            }
+            self.notes = r.count * team + 1
+            self.main = Launch(apart_kernel, programs * team, (*steps, programs), dx | tile, config.spill)
+        elif self.whole:
             programs = min(tiles, config.per_sm * sms)
             loaded = config.rows * block * sum(t.element_size() for t in r.tensors if t is not None)
             tile = {
@@ -359,11 +377,13 @@ class _Plan:
         sums = [
             None if t is None else rstd.new_empty(n, self.length) for t, n in zip((dweight, dbias), self.parts)
         ]
+        if self.notes:
+            sums.append(torch.zeros(self.notes, dtype=torch.int64, device=rstd.device))
         self.main(h, weight, mean, rstd, dy, dh, dx, *(sums if self.whole else ()))
         if self.columns is not None:
             self.columns(h, mean, rstd, dy, *sums)
         if dweight is not None or dbias is not None:
-            self.sums(rstd, *sums, dweight, dbias)
+            self.sums(rstd, *sums[:2], dweight, dbias)
 
 
 def backward(
