@@ -58,7 +58,7 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
                 eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                EARLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
     m_j = mask_of(0, j, 1, length, True, EVEN_N)
@@ -95,26 +95,29 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
             y += b.to(tl.float32)
         tl.store(Y + at + j, y.to(Y.dtype.element_ty), mask=m)
     else:
-        shift_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        sum_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        square_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        # each lane adds up what lies side by side: a few registers instead of a row's
+        shift = tl.zeros((BLOCK_R, 1), tl.float32)
+        sum_j = tl.zeros((BLOCK_R, BLOCK_N // PIECE), tl.float32)
+        square_j = tl.zeros((BLOCK_R, BLOCK_N // PIECE), tl.float32)
+        if CENTRED:
+            m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
+            h = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "evict_last")
+            shift = tl.sum(h, 1, keep_dims=True) / tl.minimum(length, BLOCK_N)
         for n in range(0, length, BLOCK_N):
             m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
             h = _load_sum(at_x + n + j, at_r + n + j, m, H, RESIDUAL, "evict_last")
             if RESIDUAL:
                 tl.store(H + at + n + j, h.to(H.dtype.element_ty), mask=m)
             if CENTRED:
-                shift_j = tl.where(n == 0, h, shift_j)
-                h -= shift_j
+                h -= shift
                 if not EVEN_N:
                     h = tl.where(n + j < length, h, 0.0)
-                sum_j += h
-            square_j += h * h
+                sum_j += tl.sum(tl.reshape(h, (BLOCK_R, BLOCK_N // PIECE, PIECE)), 2)
+            square_j += tl.sum(tl.reshape(h * h, (BLOCK_R, BLOCK_N // PIECE, PIECE)), 2)
         if CENTRED:
-            count_j = ((length - j + BLOCK_N - 1) // BLOCK_N).to(tl.float32)
-            sum_j /= tl.maximum(count_j, 1.0)
-            mean = tl.sum((shift_j + sum_j) * count_j, 1, keep_dims=True) / length
-            square_j += count_j * ((shift_j + sum_j - mean) * (shift_j + sum_j - mean) - sum_j * sum_j)
+            apart = tl.sum(sum_j, 1, keep_dims=True) / length
+            mean = shift + apart
+            square_j -= apart * apart * length / (BLOCK_N // PIECE)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(square_j, 1, keep_dims=True) / length + eps)
         for n in range(0, length, BLOCK_N):
             m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
@@ -151,6 +154,7 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
         "EVEN_N": length % block == 0,
         "WHOLE": config.chunks == 1,
         "EARLY": device.arch >= 90,
+        "PIECE": 16 // size,
         "BLOCK_R": config.rows,
         "BLOCK_N": block,
         "num_warps": config.num_warps,
