@@ -99,15 +99,16 @@ _ROWS, _STEPS = 8, 8  # of a block; blocks of a program
 
 
 def gradient(
-    z: torch.Tensor, dout: torch.Tensor, act: str, gated: bool, sums: bool
+    z: torch.Tensor, dout: torch.Tensor, act: str, gated: bool, sums: bool, spend: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dz (rows, out), or (rows, 2 * out) if gated, of a(z) or a(gate) * up, from z and dout; and the sums of its rows.
 
-    The sums are in float32 over 64 rows each, which PyTorch adds: the same bits on every run.
+    The sums are in float32 over 64 rows each, which PyTorch adds: the same bits on every run. spend: dz is written in
+    the place of z.
     """
     rows, n = dout.shape
     parts = -(-rows // (_ROWS * _STEPS))
-    dz = z.new_empty(z.shape)
+    dz = z if spend else z.new_empty(z.shape)
     partial = z.new_empty(parts, n, dtype=torch.float32) if sums else None
     tensors = (z, dout, dz, partial)
     remembered(_gradient, tensors, act, gated, sums)(*tensors)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from adatom.ops.norm.triton_rows import mask_of, offset_of, prefetch
+from adatom.ops.norm.triton_rows import offset_of, prefetch
 from adatom.tiles.triton import after_previous
 
 
