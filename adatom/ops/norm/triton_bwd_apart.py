@@ -23,11 +23,14 @@ from adatom.tiles.triton import after_previous
 
 
 class Share(NamedTuple):
-    """What a program has of a row, its warps, and how many programs share a multiprocessor."""
+    """What a program has of a row, its warps, how many programs share a multiprocessor, how many rows later it collects
+    the notes of a row, and how many rows ahead of that it brings rows into the L2 cache."""
 
     columns: int
     num_warps: int
     per_sm: int
+    later: int = 2
+    ahead: int = 1
 
 
 SHARES = {2: Share(8192, 16, 1), 4: Share(4096, 16, 1)}  # by the bytes of an element
@@ -96,7 +99,7 @@ def apart_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, Notes, h0, h1,
                  rows, length, teams,
                  DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, HAS_DH: tl.constexpr,
                  DW: tl.constexpr, DB: tl.constexpr, EVEN_N: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-                 TEAM: tl.constexpr, BLOCK_N: tl.constexpr):
+                 TEAM: tl.constexpr, LATER: tl.constexpr, FAR: tl.constexpr, BLOCK_N: tl.constexpr):
     """dx, and the sums over the rows of each team. Notes: TEAM for each row and the places drawn, all 0."""
     after_previous(EARLY)
     place = tl.cast(tl.atomic_add(Notes + tl.cast(rows, tl.int64) * TEAM, 1, sem="relaxed"), tl.int32)
@@ -109,19 +112,19 @@ def apart_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, Notes, h0, h1,
     sum_w = tl.zeros((BLOCK_N if DW else 1,), tl.float32)
     sum_b = tl.zeros((BLOCK_N if DB else 1,), tl.float32)
     row = tl.cast(team, tl.int64)
-    for _ in tl.static_range(2):
+    for _ in tl.static_range(LATER):
         _leave(H, DY, w, Mean, Rstd, Notes + row * TEAM + part, row, rows, j, m_j, h0, h1, h2, y0, y1, y2, n1, n2,
                DIMS, CENTRED, WEIGHT)
         row += teams
-    for later in range(row, rows + 2 * teams, teams):
-        i = later - 2 * teams
+    for later in range(row, rows + LATER * teams, teams):
+        i = later - LATER * teams
         at = Notes + i * TEAM
         notes = _read(at, TEAM)
         if AHEAD:
-            if later + teams < rows:
+            if later + FAR * teams < rows:
                 size = tl.minimum(length - first, BLOCK_N) * AHEAD
-                prefetch(H + offset_of(later + teams, n1, n2, h0, h1, h2, DIMS) + first, size)
-                prefetch(DY + offset_of(later + teams, n1, n2, y0, y1, y2, DIMS) + first, size)
+                prefetch(H + offset_of(later + FAR * teams, n1, n2, h0, h1, h2, DIMS) + first, size)
+                prefetch(DY + offset_of(later + FAR * teams, n1, n2, y0, y1, y2, DIMS) + first, size)
         _leave(H, DY, w, Mean, Rstd, Notes + later * TEAM + part, later, rows, j, m_j, h0, h1, h2, y0, y1, y2, n1, n2,
                DIMS, CENTRED, WEIGHT)
         u = _load(H + offset_of(i, n1, n2, h0, h1, h2, DIMS) + j, m_j)
