@@ -49,7 +49,7 @@ def test_every_row_agrees_with_float64(case):
 
 
 def test_the_kernels_agree_with_float64_in_the_interpreter():
-    """Every small case; again with rows in chunks or shared out, and beyond all tiles, which those of small ones are not."""
+    """Every small case, again with rows in chunks or shared out, and beyond all tiles, which small ones are not."""
     program = """
 from adatom import verify
 from adatom.ops.norm import cases, triton_bwd, triton_fwd, triton_rows
