@@ -53,16 +53,25 @@ def _load_sum(at_x, at_r, m, H, RESIDUAL: tl.constexpr, POLICY: tl.constexpr):
     return h
 
 
+@triton.jit
+def _again(x, HELD: tl.constexpr):
+    """x. HELD: as something new to the compiler, which then keeps 16 bits of a number, not the float32 it was before."""
+    if HELD:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
+
+
 @triton.jit(do_not_specialize=["n1", "n2", "rows"])
 def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1, r2, n1, n2, rows, length,
                 eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                HELD: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
     m_j = mask_of(0, j, 1, length, True, EVEN_N)
-    if WHOLE and not CENTRED:
+    if WHOLE and not CENTRED and not HELD:
         if WEIGHT:
             w = tl.load(Weight + j, mask=m_j, other=0.0)
         if BIAS:
@@ -74,17 +83,25 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
     at = i * length
     if WHOLE:
         m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
-        h = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "")
+        x = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "")
+        if HELD:
+            x = x.to(H.dtype.element_ty)
         if RESIDUAL:
-            tl.store(H + at + j, h.to(H.dtype.element_ty), mask=m)
+            tl.store(H + at + j, x.to(H.dtype.element_ty), mask=m)
+        h = x.to(tl.float32)
         if CENTRED:
             mean = tl.sum(h, 1, keep_dims=True) / length
-            h -= mean
+            x = _again(x, HELD)
+            h = x.to(tl.float32) - mean
             if not EVEN_N:
                 h = tl.where(j < length, h, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1, keep_dims=True) / length + eps)
+        if HELD:
+            h = _again(x, HELD).to(tl.float32)
+            if CENTRED:
+                h -= mean
         y = h * rstd
-        if CENTRED:  # loaded late: two vectors beside the row would cost half of the programs on a multiprocessor
+        if CENTRED or HELD:  # loaded late: two vectors beside the row would cost half of the programs on a multiprocessor
             if WEIGHT:
                 w = tl.load(Weight + j, mask=m_j, other=0.0)
             if BIAS:
@@ -144,6 +161,7 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
+    held = config.per_sm > 0 and config.chunks == 1 and device.kind == "cuda"
     meta = {
         "DIMS": r.dims,
         "CENTRED": centred,
@@ -153,11 +171,13 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
         "EVEN_R": r.count % config.rows == 0,
         "EVEN_N": length % block == 0,
         "WHOLE": config.chunks == 1,
+        "HELD": held,
         "EARLY": device.arch >= 90,
         "PIECE": 16 // size,
         "BLOCK_R": config.rows,
         "BLOCK_N": block,
         "num_warps": config.num_warps,
+        "maxnreg": 65536 // (config.per_sm * config.num_warps * 32) if held else None,
         "launch_pdl": device.arch >= 90,
     }
     return Launch(_fwd_kernel, -(-r.count // config.rows), scalars, meta, config.spill)
