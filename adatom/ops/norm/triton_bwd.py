@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from adatom.device import Device, facts
-from adatom.ops.norm.triton_bwd_apart import LARGEST, SHARES, apart_kernel
+from adatom.ops.norm.triton_bwd_apart import LARGEST, SHARES, SPILL, Share, apart_kernel
 from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, remembered, tile_of
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
@@ -221,7 +221,7 @@ def _add(Sums, Out, block, length, parts, EVEN_N: tl.constexpr, BLOCK_R: tl.cons
     tl.store(Out + j, tl.sum(total, 0, keep_dims=True).to(Out.dtype.element_ty), mask=m_j)
 
 
-def _stages(config: Config, device: Device, loaded: int) -> int:
+def _stages(config: Config | Share, device: Device, loaded: int) -> int:
     """How many tiles of so many bytes to have on their way: as configured, if shared memory holds them."""
     room = (device.shared_memory - 8192) // max(config.per_sm, 1)
     return max(1, min(config.num_stages, 1 + room // loaded)) if device.shared_memory else config.num_stages
@@ -260,18 +260,20 @@ class _Plan:
         dw, db = wants if self.whole else (False, False)
         if apart:
             programs = min(r.count, max(1, share.per_sm * sms // team))
+            width = -(-length // (16 * team)) * 16
+            loaded = share.columns * sum(t.element_size() for t in r.tensors if t is not None)
             tile = {
                 "DW": dw,
                 "DB": db,
-                "AHEAD": size if r.ahead(device, 0, 1) else 0,
+                "SPIN": team > 1,
                 "TEAM": team,
-                "LATER": share.later,
-                "FAR": share.ahead,
+                "STAGES": _stages(share, device, loaded),
+                "EVEN_N": length == team * share.columns,
                 "num_warps": share.num_warps,
                 "maxnreg": 65536 // (share.per_sm * share.num_warps * 32) if share.per_sm > 1 else None,
             }
             self.notes = r.count * team + 1  # and the places drawn
-            self.main = Launch(apart_kernel, programs * team, (*steps, programs), dx | tile, config.spill)
+            self.main = Launch(apart_kernel, programs * team, (*steps, programs, width), dx | tile, SPILL)
         elif self.whole:
             programs = min(tiles, config.per_sm * sms)
             loaded = config.rows * block * sum(t.element_size() for t in r.tensors if t is not None)

@@ -18,23 +18,31 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from adatom.ops.norm.triton_rows import offset_of, prefetch
+from adatom.ops.norm.triton_rows import offset_of
 from adatom.tiles.triton import after_previous
 
 
 class Share(NamedTuple):
-    """What a program has of a row, its warps, how many programs share a multiprocessor, how many rows later it collects
-    the notes of a row, and how many rows ahead of that it brings rows into the L2 cache."""
+    """What a program has of a row at most, its warps, how many programs share a multiprocessor, and how many rows are
+    on their way at once."""
 
     columns: int
     num_warps: int
     per_sm: int
-    later: int = 2
-    ahead: int = 1
+    num_stages: int
 
 
-SHARES = {2: Share(8192, 16, 1), 4: Share(4096, 16, 1)}  # by the bytes of an element
+SHARES = {2: Share(8192, 8, 1, 5), 4: Share(4096, 8, 1, 5)}  # by the bytes of an element
 LARGEST = 16  # programs of a team
+SPILL = 1024  # where columns do not come eight at a time
+_READ = tl.constexpr("ld.relaxed.gpu.global.b64 $0, [$1];")
+_WAIT = tl.constexpr("""{
+.reg .pred missing;
+mov.b64 $0, $1;
+again: setp.eq.s64 missing, $0, 0;
+@missing ld.relaxed.gpu.global.b64 $0, [$2];
+@missing bra again;
+}""")
 
 
 @triton.jit
@@ -43,23 +51,13 @@ def _both(a0, b0, a1, b1):
 
 
 @triton.jit
-def _load(at, m):
-    return tl.load(at, mask=m, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _leave(H, DY, w, Mean, Rstd, at_note, row, rows, j, m_j, h0, h1, h2, y0, y1, y2, n1, n2,
-           DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr):
-    """Leave the note of a row: the sums over these columns of u w dy and w dy, one word that is not 0. The row may be
-    beyond the last."""
-    exists = row < rows
-    i = tl.minimum(row, rows - 1)
-    m = m_j & exists
-    u = _load(H + offset_of(i, n1, n2, h0, h1, h2, DIMS) + j, m)
-    g = _load(DY + offset_of(i, n1, n2, y0, y1, y2, DIMS) + j, m)
+def _leave(h, dy, w, mean, rstd, at, exists, CENTRED: tl.constexpr, WEIGHT: tl.constexpr):
+    """Leave the note of a row, if there is one: the sums over these columns of u w dy and w dy as a word that is not 0.
+    """
+    u = h.to(tl.float32)
+    g = dy.to(tl.float32)
     if CENTRED:
-        u -= tl.load(Mean + i)
-    u *= tl.load(Rstd + i)
+        u -= mean
     if WEIGHT:
         g *= w.to(tl.float32)
     if CENTRED:
@@ -67,28 +65,32 @@ def _leave(H, DY, w, Mean, Rstd, at_note, row, rows, j, m_j, h0, h1, h2, y0, y1,
     else:
         ug = tl.sum(u * g, 0)
         g = ug
-    note = tl.cast(tl.cast(ug, tl.int32, bitcast=True), tl.int64) << 32
+    note = tl.cast(tl.cast(ug * rstd, tl.int32, bitcast=True), tl.int64) << 32
     note |= tl.cast(tl.cast(g, tl.int32, bitcast=True), tl.int64) & 0xFFFFFFFF | 1
-    tl.atomic_xchg(at_note, note, mask=exists, sem="relaxed")
+    tl.atomic_xchg(at, note, mask=exists, sem="relaxed")
 
 
 @triton.jit
-def _read(at, TEAM: tl.constexpr):
+def _read(at, TEAM: tl.constexpr, SPIN: tl.constexpr):
+    """The notes of a row as they are now, some not there yet."""
     notes = ()
     for p in tl.static_range(TEAM):
-        notes += (tl.load(at + p, volatile=True),)
+        if SPIN:  # not tl.load, which would be sent ahead with the rows, long before there is a note
+            notes += (tl.inline_asm_elementwise(_READ, "=l,l", [at + p], dtype=tl.int64, is_pure=False, pack=1),)
+        else:
+            notes += (tl.load(at + p, volatile=True),)
     return notes
 
 
 @triton.jit
-def _sums(notes, at, TEAM: tl.constexpr):
+def _sums(notes, at, TEAM: tl.constexpr, SPIN: tl.constexpr):
     """Both sums over the row: the notes of the whole team in order, waited for where they were not there."""
     ug = 0.0
     g = 0.0
     for p in tl.static_range(TEAM):
         note = notes[p]
-        while note == 0:
-            note = tl.load(at + p, volatile=True)
+        if SPIN:  # a loop of Triton's would keep rows from being sent ahead
+            note = tl.inline_asm_elementwise(_WAIT, "=&l,l,l", [note, at + p], dtype=tl.int64, is_pure=False, pack=1)
         ug += tl.cast(tl.cast(note >> 32, tl.int32), tl.float32, bitcast=True)
         g += tl.cast(tl.cast(note, tl.int32), tl.float32, bitcast=True)
     return ug, g
@@ -96,57 +98,61 @@ def _sums(notes, at, TEAM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n1", "n2", "rows", "teams"])
 def apart_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, Notes, h0, h1, h2, y0, y1, y2, d0, d1, d2, n1, n2,
-                 rows, length, teams,
+                 rows, length, teams, width,
                  DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, HAS_DH: tl.constexpr,
-                 DW: tl.constexpr, DB: tl.constexpr, EVEN_N: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-                 TEAM: tl.constexpr, LATER: tl.constexpr, FAR: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dx, and the sums over the rows of each team. Notes: TEAM for each row and the places drawn, all 0."""
+                 DW: tl.constexpr, DB: tl.constexpr, EVEN_N: tl.constexpr, EARLY: tl.constexpr, SPIN: tl.constexpr,
+                 TEAM: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dx, and the sums over the rows of each team, whose programs have `width` columns each. Notes: TEAM for each row
+    and the places drawn, all 0."""
     after_previous(EARLY)
     place = tl.cast(tl.atomic_add(Notes + tl.cast(rows, tl.int64) * TEAM, 1, sem="relaxed"), tl.int32)
     team = place // TEAM
     part = place % TEAM
-    first = part * BLOCK_N
-    j = first + tl.arange(0, BLOCK_N)
-    m_j = j < length if not EVEN_N else j >= 0
+    j = part * width + tl.arange(0, BLOCK_N)
+    m_j = j < tl.minimum(length, (part + 1) * width) if not EVEN_N else tl.full((1,), True, tl.int1)
     w = tl.load(Weight + j, mask=m_j, other=0.0) if WEIGHT else 0.0
     sum_w = tl.zeros((BLOCK_N if DW else 1,), tl.float32)
     sum_b = tl.zeros((BLOCK_N if DB else 1,), tl.float32)
-    row = tl.cast(team, tl.int64)
-    for _ in tl.static_range(LATER):
-        _leave(H, DY, w, Mean, Rstd, Notes + row * TEAM + part, row, rows, j, m_j, h0, h1, h2, y0, y1, y2, n1, n2,
-               DIMS, CENTRED, WEIGHT)
-        row += teams
-    for later in range(row, rows + LATER * teams, teams):
-        i = later - LATER * teams
+    i = tl.cast(team, tl.int64)
+    h = tl.load(H + offset_of(i, n1, n2, h0, h1, h2, DIMS) + j, mask=m_j, other=0.0)
+    dy = tl.load(DY + offset_of(i, n1, n2, y0, y1, y2, DIMS) + j, mask=m_j, other=0.0)
+    mean = tl.load(Mean + i) if CENTRED else 0.0
+    rstd = tl.load(Rstd + i)
+    _leave(h, dy, w, mean, rstd, Notes + i * TEAM + part, i < rows, CENTRED, WEIGHT)
+    for row in tl.range(team, rows, teams, num_stages=STAGES):
+        i = tl.cast(row, tl.int64)
+        later = tl.minimum(i + teams, rows - 1)
         at = Notes + i * TEAM
-        notes = _read(at, TEAM)
-        if AHEAD:
-            if later + FAR * teams < rows:
-                size = tl.minimum(length - first, BLOCK_N) * AHEAD
-                prefetch(H + offset_of(later + FAR * teams, n1, n2, h0, h1, h2, DIMS) + first, size)
-                prefetch(DY + offset_of(later + FAR * teams, n1, n2, y0, y1, y2, DIMS) + first, size)
-        _leave(H, DY, w, Mean, Rstd, Notes + later * TEAM + part, later, rows, j, m_j, h0, h1, h2, y0, y1, y2, n1, n2,
-               DIMS, CENTRED, WEIGHT)
-        u = _load(H + offset_of(i, n1, n2, h0, h1, h2, DIMS) + j, m_j)
-        dy = _load(DY + offset_of(i, n1, n2, y0, y1, y2, DIMS) + j, m_j)
-        rstd = tl.load(Rstd + i)
+        notes = _read(at, TEAM, SPIN)
+        next_mean = tl.load(Mean + later) if CENTRED else 0.0
+        next_rstd = tl.load(Rstd + later)
+        next_h = tl.load(H + offset_of(later, n1, n2, h0, h1, h2, DIMS) + j, mask=m_j, other=0.0)
+        next_dy = tl.load(DY + offset_of(later, n1, n2, y0, y1, y2, DIMS) + j, mask=m_j, other=0.0)
+        _leave(next_h, next_dy, w, next_mean, next_rstd, Notes + later * TEAM + part, i + teams < rows, CENTRED,
+               WEIGHT)
+        u = h.to(tl.float32)
+        dx = dy.to(tl.float32)
         if CENTRED:
-            u -= tl.load(Mean + i)
+            u -= mean
         u *= rstd
         if DW:
-            sum_w += dy * u
+            sum_w += dx * u
         if DB:
-            sum_b += dy
+            sum_b += dx
         if WEIGHT:
-            dy *= w.to(tl.float32)
-        ug, g = _sums(notes, at, TEAM)
-        dx = dy - u * (ug / length)
+            dx *= w.to(tl.float32)
+        ug, g = _sums(notes, at, TEAM, SPIN)
+        dx -= u * (ug / length)
         if CENTRED:
             dx -= g / length
         dx *= rstd
         if HAS_DH:
-            dx += _load(DH + offset_of(i, n1, n2, d0, d1, d2, DIMS) + j, m_j)
+            dx += tl.load(DH + offset_of(i, n1, n2, d0, d1, d2, DIMS) + j, mask=m_j, other=0.0).to(tl.float32)
         tl.store(DX + i * length + j, dx.to(DX.dtype.element_ty), mask=m_j)
+        h = next_h
+        dy = next_dy
+        mean = next_mean
+        rstd = next_rstd
     at = tl.cast(team, tl.int64) * length
     if DW:
         tl.store(SumsW + at + j, sum_w, mask=m_j)

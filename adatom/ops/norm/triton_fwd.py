@@ -37,8 +37,8 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 8192): Config(1, 16),
     (4, 16384): Config(1, 32, chunks=4),
 }
-# layer norm, which keeps three numbers for each lane of a row that is read twice
-LAYER = CONFIGS | {(2, 16384): Config(1, 16, chunks=4), (2, 32768): Config(1, 16, chunks=8)}
+# layer norm: per_sm for rows that are held in 16 bits
+LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -55,7 +55,7 @@ def _load_sum(at_x, at_r, m, H, RESIDUAL: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _again(x, HELD: tl.constexpr):
-    """x. HELD: as something new to the compiler, which then keeps 16 bits of a number, not the float32 it was before."""
+    """x. HELD: as something new to the compiler, which so keeps 16 bits of a number, not the float32 it was before."""
     if HELD:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
@@ -67,7 +67,8 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
                 eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                HELD: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                HELD: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
     m_j = mask_of(0, j, 1, length, True, EVEN_N)
@@ -101,7 +102,7 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
             if CENTRED:
                 h -= mean
         y = h * rstd
-        if CENTRED or HELD:  # loaded late: two vectors beside the row would cost half of the programs on a multiprocessor
+        if CENTRED or HELD:  # loaded late: two vectors beside the row cost half of the programs on a multiprocessor
             if WEIGHT:
                 w = tl.load(Weight + j, mask=m_j, other=0.0)
             if BIAS:
@@ -161,7 +162,8 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
-    held = config.per_sm > 0 and config.chunks == 1 and device.kind == "cuda"
+    kept = x.dtype if residual is None else sum_dtype(x, residual)
+    held = config.per_sm > 0 and kept.itemsize == 2 and device.kind == "cuda"
     meta = {
         "DIMS": r.dims,
         "CENTRED": centred,
