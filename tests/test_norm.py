@@ -52,7 +52,7 @@ def test_the_kernels_agree_with_float64_in_the_interpreter():
     """Every small case, again with rows in chunks or shared out, and beyond all tiles, which small ones are not."""
     program = """
 from adatom import verify
-from adatom.ops.norm import cases, triton_bwd, triton_fwd, triton_rows
+from adatom.ops.norm import cases, triton_bwd, triton_bwd_apart, triton_fwd, triton_rows
 from adatom.ops.norm.triton_bwd_apart import Share
 from adatom.ops.norm.triton_rows import Config
 
@@ -67,10 +67,10 @@ def check():
 check()
 triton_fwd.CONFIGS = triton_fwd.LAYER = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
 triton_bwd.CONFIGS = {}
-triton_bwd.SHARES = {size: Share(512, 4, 1, 2) for size in (2, 4)}  # a team of one: the interpreter runs no two at once
+triton_bwd_apart.SHARES = {size: (Share(512, 4, 1, 2),) for size in (2, 4)}  # no teams: programs run one by one
 check()
 triton_fwd.CONFIGS = triton_fwd.LAYER = {}
-triton_bwd.LARGEST = 0
+triton_bwd_apart.LARGEST = 0
 triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = triton_bwd.COLUMNS_BLOCK = 32
 check()
 """
@@ -122,6 +122,21 @@ def test_programs_that_share_rows_end(team):
         for slots in (team, 2 * team + 1, 8 * team):
             assert finishes(8 * team, team, 37, slots, seed)
     assert not all(finishes(8 * team, team, 37, 2 * team - 1, seed, drawn=False) for seed in range(20))
+
+
+def test_how_rows_are_shared_out():
+    """By the share that leaves fewest columns idle, to a team that fits; the interpreter has no teams."""
+    program = """
+from adatom.ops.norm.triton_bwd_apart import share_of
+for size, length, sms, columns in (
+    (2, 32768, 132, 8192), (2, 12288, 132, 4096), (2, 131072, 132, 8192), (2, 131073, 132, None), (2, 32768, 4, 8192),
+    (2, 32768, 3, None), (2, 12288, 2, 4096), (4, 32768, 132, 4096), (4, 65537, 132, None), (2, 12288, 0, None),
+):
+    found = share_of(size, length, sms)
+    assert (found and found.columns) == columns, (size, length, sms, found)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_wrong_backward_is_refused():

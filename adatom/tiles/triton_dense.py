@@ -116,6 +116,18 @@ def remembered(build: Callable[..., Launch], tensors: tuple[torch.Tensor | None,
     return found
 
 
+@triton.jit
+def _sums_kernel(Parts, Out, parts, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Out = the sum of the rows of Parts, (parts, N), in order, for BLOCK_N columns."""
+    j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, parts, BLOCK_M):
+        i = first + tl.arange(0, BLOCK_M)
+        m = (i < parts)[:, None] & (j < N)[None, :]
+        total += tl.load(Parts + i.to(tl.int64)[:, None] * N + j[None, :], mask=m, other=0.0)
+    tl.store(Out + j, tl.sum(total, 0).to(Out.dtype.element_ty), mask=j < N)
+
+
 def _gradient(tensors: tuple[torch.Tensor, ...], act: str, gated: bool, sums: bool) -> Launch:
     z, dout, dz, _ = tensors
     rows, n = dout.shape
@@ -134,14 +146,18 @@ def _gradient(tensors: tuple[torch.Tensor, ...], act: str, gated: bool, sums: bo
     return Launch(_gradient_kernel, -(-rows // (block_m * steps)) * -(-n // block_n), scalars, meta)
 
 
-_WIDE = 1, 64, 2048, 8  # rows of a block, blocks of a program, one below the other, columns of both, warps
-_FLAT = 8, 8, 256, 4
+def _sums(tensors: tuple[torch.Tensor, ...]) -> Launch:
+    parts, n = tensors[0].shape
+    return Launch(_sums_kernel, -(-n // 32), (parts, n), dict(BLOCK_M=64, BLOCK_N=32, num_warps=4))
 
 
 def _tile(z: torch.Tensor, n: int, gated: bool) -> tuple[int, int, int, int]:
-    """(rows of a block, blocks of a program, columns, warps): wide blocks where there are enough of them."""
-    blocks = z.shape[0] // 64 * (n // _WIDE[2])
-    return _WIDE if not gated and blocks >= 3 * max(facts(z.device).sms, 1) else _FLAT
+    """(rows of a block, blocks that a program takes one below the other, columns, warps)."""
+    if gated or n < 1024:
+        return 8, 8, 256, 4
+    if z.shape[0] // 64 * (n // 2048) >= 3 * facts(z.device).sms:  # enough for all multiprocessors
+        return 1, 64, 2048, 8
+    return 1, 16, 1024, 4
 
 
 def gradient(
@@ -149,13 +165,18 @@ def gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dz (rows, out), or (rows, 2 * out) if gated, of a(z) or a(gate) * up, from z and dout; and the sums of its rows.
 
-    The sums are in float32 over 64 rows each, which PyTorch adds: the same bits on every run. spend: dz is written in
-    the place of z.
+    The sums are in float32, of the rows of each program, then of those: the same bits on every run. spend: dz is
+    written in the place of z.
     """
     rows, n = dout.shape
-    parts = -(-rows // 64)
+    block_m, steps = _tile(z, n, gated)[:2]
+    parts = -(-rows // (block_m * steps))
     dz = z if spend else z.new_empty(z.shape)
     partial = z.new_empty(parts, n, dtype=torch.float32) if sums else None
     tensors = (z, dout, dz, partial)
     remembered(_gradient, tensors, act, gated, sums)(*tensors)
-    return dz, None if partial is None else partial.sum(0).to(z.dtype)
+    if partial is None:
+        return dz, None
+    total = z.new_empty(n)
+    remembered(_sums, (partial, total))(partial, total)
+    return dz, total

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from adatom.device import Device, facts
-from adatom.ops.norm.triton_bwd_apart import LARGEST, SHARES, SPILL, Share, apart_kernel
+from adatom.ops.norm.triton_bwd_apart import SPILL, Share, apart_kernel, share_of
 from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, remembered, tile_of
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
@@ -239,12 +239,10 @@ class _Plan:
         config = found or LONG
         if centred and config.per_sm > 1:  # two sums for each column, not one
             config = config._replace(rows=max(1, config.rows // 2))
-        share = SHARES[size]
-        team = -(-length // share.columns)
-        apart = found is None and team <= min(LARGEST, share.per_sm * (device.sms or 1))
-        self.whole, self.length = apart or found is not None, length
+        share = None if found else share_of(size, length, device.sms)
+        self.whole, self.length = found is not None or share is not None, length
         self.notes = 0
-        block = share.columns if apart else tile_of(length) if self.whole else LONG_BLOCK
+        block = share.columns if share else tile_of(length) if found else LONG_BLOCK
         tiles, early, sms = -(-r.count // config.rows), device.arch >= 90, device.sms or 2
         common = {"DIMS": r.dims, "CENTRED": centred, "EARLY": early, "launch_pdl": early}
         dx = common | {
@@ -258,14 +256,15 @@ class _Plan:
         }
         steps = (*r.strides, *r.sizes, r.count, length)
         dw, db = wants if self.whole else (False, False)
-        if apart:
+        if share is not None:
+            team = -(-length // share.columns)
             programs = min(r.count, max(1, share.per_sm * sms // team))
             width = -(-length // (16 * team)) * 16
             loaded = share.columns * sum(t.element_size() for t in r.tensors if t is not None)
             tile = {
                 "DW": dw,
                 "DB": db,
-                "SPIN": team > 1,
+                "SPIN": device.kind == "cuda",
                 "TEAM": team,
                 "STAGES": _stages(share, device, loaded),
                 "EVEN_N": length == team * share.columns,

@@ -32,7 +32,7 @@ class Share(NamedTuple):
     num_stages: int
 
 
-SHARES = {2: Share(8192, 8, 1, 5), 4: Share(4096, 8, 1, 5)}  # by the bytes of an element
+SHARES = {2: (Share(8192, 8, 1, 4), Share(4096, 4, 2, 3)), 4: (Share(4096, 8, 1, 5),)}  # by the bytes of an element
 LARGEST = 16  # programs of a team
 SPILL = 1024  # where columns do not come eight at a time
 _READ = tl.constexpr("ld.relaxed.gpu.global.b64 $0, [$1];")
@@ -43,6 +43,13 @@ again: setp.eq.s64 missing, $0, 0;
 @missing ld.relaxed.gpu.global.b64 $0, [$2];
 @missing bra again;
 }""")
+
+
+def share_of(size: int, length: int, sms: int) -> Share | None:
+    """How rows of so many elements of `size` bytes are shared out: the first of what leaves fewest columns idle. None
+    where no team fits on so many multiprocessors; 0 is the interpreter, which runs one program at a time."""
+    found = [s for s in SHARES[size] if -(-length // s.columns) <= min(LARGEST, max(1, s.per_sm * sms))]
+    return min(found, key=lambda s: -length % s.columns, default=None)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(32, 4),
     (2, 256): Config(16, 4),
     (2, 512): Config(8, 4),
-    (2, 1024): Config(4, 4),
+    (2, 1024): Config(2, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
     (2, 8192): Config(1, 4),
@@ -72,7 +72,8 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
     m_j = mask_of(0, j, 1, length, True, EVEN_N)
-    if WHOLE and not CENTRED and not HELD:
+    LATE: tl.constexpr = HELD or CENTRED and BLOCK_N > 2048
+    if WHOLE and not LATE:
         if WEIGHT:
             w = tl.load(Weight + j, mask=m_j, other=0.0)
         if BIAS:
@@ -102,7 +103,7 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
             if CENTRED:
                 h -= mean
         y = h * rstd
-        if CENTRED or HELD:  # loaded late: two vectors beside the row cost half of the programs on a multiprocessor
+        if LATE:  # loaded late: two vectors beside the row cost half of the programs on a multiprocessor
             if WEIGHT:
                 w = tl.load(Weight + j, mask=m_j, other=0.0)
             if BIAS:
