@@ -26,6 +26,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
     (2, 8192): Config(1, 4),
+    (2, 12288): Config(1, 16, chunks=4),
     (2, 16384): Config(1, 32, chunks=2),
     (2, 32768): Config(1, 32, chunks=4),
     (4, 128): Config(16, 4),
