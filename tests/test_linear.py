@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +123,35 @@ def test_what_is_kept_for_the_backward(activation, kept):
 
     assert elements() == 30 * kept
     assert elements(recompute=True) == 0
+
+
+def test_what_was_kept_is_overwritten_where_nobody_needs_it(monkeypatch):
+    """Only in a backward that frees the graph, only what the activation was given, and not if hooks have seen it."""
+    from adatom.ops.linear import op
+
+    launch, spent = op._launch, []
+
+    def watched(which, *args):
+        if which == "bwd":
+            spent.append(args[-1])
+        return launch(which, *args)
+
+    monkeypatch.setattr(op, "_launch", watched)
+    x, w = tensors((6, 4), (5, 4))
+
+    def backward(activation="gelu", hooks=False, **options):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if hooks else nullcontext():
+            out = adatom.linear(x, w, activation=activation)
+        return out, torch.autograd.grad(out.sum(), (x, w), **options)
+
+    out, _ = backward(retain_graph=True)
+    torch.autograd.grad(out.sum(), (x, w))
+    assert spent == [False, True]
+    backward()
+    backward(activation="relu")
+    backward(hooks=True)
+    backward(create_graph=True)
+    assert spent[2:] == [True, False, False, False]
 
 
 def test_weight_grad_accumulates():

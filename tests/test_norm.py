@@ -1,5 +1,6 @@
 """rms_norm and layer_norm: values and derivatives, dtypes, layouts, transforms and modules, without a GPU."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -48,10 +49,11 @@ def test_every_row_agrees_with_float64(case):
 
 
 def test_the_kernels_agree_with_float64_in_the_interpreter():
-    """Every small case, then again with rows in chunks and rows beyond all tiles, which small ones are not."""
+    """Every small case, again with rows in chunks or shared out, and beyond all tiles, which small ones are not."""
     program = """
 from adatom import verify
-from adatom.ops.norm import cases, triton_bwd, triton_fwd, triton_rows
+from adatom.ops.norm import cases, triton_bwd, triton_bwd_apart, triton_fwd, triton_rows
+from adatom.ops.norm.triton_bwd_apart import Share
 from adatom.ops.norm.triton_rows import Config
 
 def check():
@@ -64,16 +66,76 @@ def check():
 
 check()
 triton_fwd.CONFIGS = triton_fwd.LAYER = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
-triton_bwd.CONFIGS = {(size, 2**14): Config(1, 4, 1, chunks=4) for size in (2, 4)}
-triton_bwd.SUMMED = 128  # so that the sums of longer rows, or of their biases, are a pass of their own
-triton_bwd.COLUMNS_BLOCK = 32
+triton_bwd.CONFIGS = {}
+triton_bwd_apart.SHARES = {size: (Share(512, 4, 1, 2),) for size in (2, 4)}  # no teams: programs run one by one
 check()
-triton_fwd.CONFIGS = triton_fwd.LAYER = triton_bwd.CONFIGS = {}
-triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = 32
+triton_fwd.CONFIGS = triton_fwd.LAYER = {}
+triton_bwd_apart.LARGEST = 0
+triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = triton_bwd.COLUMNS_BLOCK = 32
 check()
 """
     environment = {"TRITON_INTERPRET": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def finishes(programs, team, rows, slots, seed, drawn=True):
+    """Whether programs of `apart_kernel` all end, started and stepped in random order, of which `slots` run at a time.
+
+    A program leaves the note of its first row; then, for each row, that of its next one, and waits until the whole team
+    has left that of the row. drawn: its place is drawn as it begins, as in the kernel, not its number.
+    """
+    random_ = random.Random(seed)
+    waiting = random_.sample(range(programs), programs)
+    running, left, begun, done = [], set(), 0, 0
+    while done < programs:
+        while waiting and len(running) < slots:
+            place, begun = (begun if drawn else waiting[0]), begun + 1
+            waiting.pop(0)
+            mine = range(place // team, rows, programs // team)
+            left.update((row, place % team) for row in mine[:1])
+            running.append((place, 0))
+        able = [
+            (place, k)
+            for place, k in running
+            for mine in [range(place // team, rows, programs // team)]
+            if k == len(mine) or all((mine[k], p) in left for p in range(team))
+        ]
+        if not able:
+            return False
+        place, k = random_.choice(able)
+        running.remove((place, k))
+        mine = range(place // team, rows, programs // team)
+        if k == len(mine):
+            done += 1
+            continue
+        left.update((row, place % team) for row in mine[k + 1 : k + 2])
+        running.append((place, k + 1))
+    return True
+
+
+@pytest.mark.parametrize("team", [2, 3, 4, 16])
+def test_programs_that_share_rows_end(team):
+    """As long as there is room for a team, whatever order programs start and run in, and only because places are drawn
+    in the order in which they start."""
+    for seed in range(20):
+        for slots in (team, 2 * team + 1, 8 * team):
+            assert finishes(8 * team, team, 37, slots, seed)
+    assert not all(finishes(8 * team, team, 37, 2 * team - 1, seed, drawn=False) for seed in range(20))
+
+
+def test_how_rows_are_shared_out():
+    """By the share that leaves fewest columns idle, to a team that fits; the interpreter has no teams."""
+    program = """
+from adatom.ops.norm.triton_bwd_apart import share_of
+for size, length, sms, columns in (
+    (2, 32768, 132, 8192), (2, 12288, 132, 4096), (2, 131072, 132, 8192), (2, 131073, 132, None), (2, 32768, 4, 8192),
+    (2, 32768, 3, None), (2, 12288, 2, 4096), (4, 32768, 132, 4096), (4, 65537, 132, None), (2, 12288, 0, None),
+):
+    found = share_of(size, length, sms)
+    assert (found and found.columns) == columns, (size, length, sms, found)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

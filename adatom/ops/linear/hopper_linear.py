@@ -425,7 +425,7 @@ def _dz(x: Inputs, o: Options, dout: torch.Tensor) -> torch.Tensor:
 
 def backward(
     x: Inputs, o: Options, kept: torch.Tensor | None, dout: torch.Tensor, needs: tuple[bool, bool, bool],
-    into: torch.Tensor | None = None,
+    into: torch.Tensor | None = None, spend: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """(dx, dweight, dup, dbias); the contract is in reference.py."""
     sums = needs[2] and x.bias is not None
@@ -435,7 +435,7 @@ def backward(
         dz = _dz(x, o, dout)
         dbias = dz.sum(0) if sums else None
     else:
-        dz, dbias = gradient(kept, dout, o.activation, o.gated, sums)
+        dz, dbias = gradient(kept, dout, o.activation, o.gated, sums, spend)
     n = x.weight.shape[0]
     dx = dweight = dup = None
     if needs[0]:

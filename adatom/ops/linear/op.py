@@ -7,6 +7,7 @@ inputs, so they get no gradient.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,25 +60,27 @@ def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
     return out, _absent(out) if pre is None else pre
 
 
-def _bwd(*args: Any) -> tuple[Tensor, ...]:
+def _bwd(*args: Any, spend: bool = False) -> tuple[Tensor, ...]:
     *call, kept, dout, need_x, need_weight, need_bias = args
-    return _differentiate(call, kept, dout, (need_x, need_weight, need_bias))
+    return _differentiate(call, kept, dout, (need_x, need_weight, need_bias), None, spend)
 
 
-def _bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
+def _bwd_into(*args: Any, spend: bool = False) -> tuple[Tensor, Tensor]:
     *call, kept, dout, need_x, need_bias, into = args
-    grads = _differentiate(call, kept, dout, (need_x, True, need_bias), into)
+    grads = _differentiate(call, kept, dout, (need_x, True, need_bias), into, spend)
     return grads[0], grads[3]
 
 
-def _differentiate(call: Any, kept: Tensor | None, dout: Tensor, needs: Any, into: Any = None) -> tuple[Tensor, ...]:
+def _differentiate(
+    call: Any, kept: Tensor | None, dout: Tensor, needs: Any, into: Tensor | None, spend: bool
+) -> tuple[Tensor, ...]:
     x, o, backend = _taken(tuple(call))
     dout = rows_of(dout)
     if not (suits_tma(dout) or dout.is_contiguous() and dout.data_ptr() % 16 == 0):
         dout = dout.clone(memory_format=torch.contiguous_format)
     if kept is not None:
         kept = rows_of(kept)
-    grads = _launch("bwd", x, o, backend, kept, dout, needs, into)
+    grads = _launch("bwd", x, o, backend, kept, dout, needs, into, spend)
     dx, *rest = (_absent(x.x) if g is None else g for g in grads)
     return dx.view(call[0].shape) if needs[0] else dx, *rest
 
@@ -211,6 +214,8 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         results = _fwd(*args)
         _save_forward(ctx, args, results)
+        # nobody but this node has it: hooks of saved tensors may hand it to others
+        ctx.own = results[1].numel() > 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         return results[0]
 
     @staticmethod
@@ -219,7 +224,11 @@ class Linear(torch.autograd.Function):
             torch.is_grad_enabled() or dout is not None and not _has_memory(dout)
         ):  # to be differentiated again, or a batch
             return _backward(ctx, dout)
-        return _backward(ctx, dout, None, _bwd, _bwd_into)
+        # dz goes to the place of what was kept, if that is not needed again: the graph is freed after this backward
+        spend = ctx.own and not (
+            torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+        )
+        return _backward(ctx, dout, None, partial(_bwd, spend=spend), partial(_bwd_into, spend=spend))
 
 
 def _has_memory(x: Tensor) -> bool:

@@ -106,12 +106,18 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(
-    x: Inputs, o: Options, kept: Tensor | None, dout: Tensor, needs: tuple[bool, bool, bool], into: Tensor | None = None
+    x: Inputs,
+    o: Options,
+    kept: Tensor | None,
+    dout: Tensor,
+    needs: tuple[bool, bool, bool],
+    into: Tensor | None = None,
+    spend: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """(dx, dweight, dup, dbias), None for what `needs` (of x, of the weights, of the bias) leaves out.
 
     kept: what the forward kept (see Options.keeps); None: it is computed again. into: float32, like W; the gradient of
-    W is added to it, and dweight and dup are None.
+    W is added to it, and dweight and dup are None. spend: kept may be overwritten.
     """
     dz = dout if o.keeps == "" else gradient(preactivation(x) if kept is None else kept, dout, o)
     dx = dz @ weight_of(x) if needs[0] else None

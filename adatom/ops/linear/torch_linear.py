@@ -84,7 +84,13 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def backward(
-    x: Inputs, o: Options, kept: Tensor | None, dout: Tensor, needs: tuple[bool, bool, bool], into: Tensor | None = None
+    x: Inputs,
+    o: Options,
+    kept: Tensor | None,
+    dout: Tensor,
+    needs: tuple[bool, bool, bool],
+    into: Tensor | None = None,
+    spend: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """(dx, dweight, dup, dbias); the contract is in reference.py."""
     dz = gradient(x, o, kept, dout)

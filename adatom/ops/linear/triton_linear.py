@@ -181,7 +181,7 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tens
 
 def backward(
     x: Inputs, o: Options, kept: torch.Tensor | None, dout: torch.Tensor, needs: tuple[bool, bool, bool],
-    into: torch.Tensor | None = None,
+    into: torch.Tensor | None = None, spend: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """(dx, dweight, dup, dbias); the contract is in reference.py."""
     sums = needs[2] and x.bias is not None
@@ -194,7 +194,7 @@ def backward(
             x.x, weight, dz, o.precision, up=up, bias=x.bias, dout=dout, sums=sums, act=o.activation
         )  # fmt: skip
     else:
-        dz, dbias = gradient(kept, dout, o.activation, o.gated, sums)
+        dz, dbias = gradient(kept, dout, o.activation, o.gated, sums, spend)
     n = x.weight.shape[0]
     dx = dweight = dup = None
     if needs[0]:

@@ -2,9 +2,9 @@
 """Normalisation backward in Triton, sm_80 and up.
 
 Programs stay: each takes every n-th tile of rows and sums the gradients of weight and bias over its tiles, in
-registers. It writes these sums once, and a second kernel adds those of all programs, in order: no atomics, the same
-bits each run. Rows of two chunks and more are read twice, the second time from the L2 cache, to which the next row is
-then on its way. Beyond the largest such row, the sums over rows are a pass of their own.
+registers. It writes these sums once, and a second kernel adds those of all programs, in order: the same bits each run.
+Longer rows are shared out among programs (triton_bwd_apart.py); beyond the longest such row, the sums over rows are a
+pass of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from adatom.device import Device, facts
-from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, prefetch, remembered, tile_of
+from adatom.ops.norm.triton_bwd_apart import SPILL, Share, apart_kernel, share_of
+from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, remembered, tile_of
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
 
@@ -29,8 +30,6 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 2048): Config(2, 4, 4),
     (2, 4096): Config(2, 16, 1, 4),
     (2, 8192): Config(1, 16, 1, 5),
-    (2, 16384): Config(1, 32, 1, 1, 8, True),
-    (2, 32768): Config(1, 32, 1, 1, 16, True, 1024),
     (4, 128): Config(16, 4, 4),
     (4, 256): Config(8, 4, 4),
     (4, 512): Config(4, 4, 4),
@@ -38,11 +37,8 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 2048): Config(1, 4, 4, 3),
     (4, 4096): Config(1, 8, 2, 3),
     (4, 8192): Config(1, 16, 1, 3),
-    (4, 16384): Config(1, 32, 1, 1, 8, True),
-    (4, 32768): Config(1, 32, 1, 1, 16, True, 1024),
 }
-SUMMED = 32768  # numbers that a program can sum over rows in registers
-LONG = Config(1, 16)  # rows beyond all of these
+LONG = Config(1, 16)  # rows beyond all of these, and beyond those that programs share
 LONG_BLOCK = 8192
 COLUMNS = Config(16, 4, 4)  # sums over rows in a pass of their own
 COLUMNS_BLOCK = 256
@@ -83,21 +79,17 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
                 length, programs,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, HAS_DH: tl.constexpr,
                 DW: tl.constexpr, DB: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr,
-                CHUNKS: tl.constexpr, FLAT: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-                EARLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                FLAT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_R: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
     pid = tl.program_id(0)
     tiles = tl.cdiv(rows, BLOCK_R)
-    if CHUNKS == 1:
-        if WEIGHT:
-            w = tl.load(Weight + j, mask=mask_of(0, j, 1, length, True, EVEN_N), other=0.0)
+    if WEIGHT:
+        w = tl.load(Weight + j, mask=mask_of(0, j, 1, length, True, EVEN_N), other=0.0)
     SUM_ROWS: tl.constexpr = 1 if FLAT else BLOCK_R
-    sums_w = ()
-    sums_b = ()
-    for _ in tl.static_range(CHUNKS):
-        sums_w += (tl.zeros((SUM_ROWS if DW else 1, BLOCK_N if DW else 1), tl.float32),)
-        sums_b += (tl.zeros((SUM_ROWS if DB else 1, BLOCK_N if DB else 1), tl.float32),)
+    sums_w = tl.zeros((SUM_ROWS if DW else 1, BLOCK_N if DW else 1), tl.float32)
+    sums_b = tl.zeros((SUM_ROWS if DB else 1, BLOCK_N if DB else 1), tl.float32)
     for tile in tl.range(pid, tiles, programs, num_stages=STAGES):
         i = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         m_i = mask_of(i, 0, rows, 1, EVEN_R, True)
@@ -108,77 +100,36 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
         rstd = tl.load(Rstd + i, mask=m_i, other=0.0)
         if CENTRED:
             mean = tl.load(Mean + i, mask=m_i, other=0.0)
-        if CHUNKS == 1:
-            m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
-            u = _load(at_h + j, m, "")
-            dy = _load(at_dy + j, m, "")
-            if CENTRED:
-                u -= mean
-            u *= rstd
-            g = dy
-            if WEIGHT:
-                g = dy * w.to(tl.float32)
-            mean_ug = tl.sum(u * g, 1, keep_dims=True) / length
-            mean_g = mean_ug
-            if CENTRED:
-                mean_g = tl.sum(g, 1, keep_dims=True) / length
-            if FLAT:
-                if DW:
-                    sums_w = (sums_w[0] + tl.sum(dy * u, 0, keep_dims=True),)
-                if DB:
-                    sums_b = (sums_b[0] + tl.sum(dy, 0, keep_dims=True),)
-            else:
-                if DW:
-                    sums_w = (sums_w[0] + dy * u,)
-                if DB:
-                    sums_b = (sums_b[0] + dy,)
-            _finish(at_dx + j, at_dh + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "")
+        m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
+        u = _load(at_h + j, m, "")
+        dy = _load(at_dy + j, m, "")
+        if CENTRED:
+            u -= mean
+        u *= rstd
+        g = dy
+        if WEIGHT:
+            g = dy * w.to(tl.float32)
+        mean_ug = tl.sum(u * g, 1, keep_dims=True) / length
+        mean_g = mean_ug
+        if CENTRED:
+            mean_g = tl.sum(g, 1, keep_dims=True) / length
+        if FLAT:
+            if DW:
+                sums_w += tl.sum(dy * u, 0, keep_dims=True)
+            if DB:
+                sums_b += tl.sum(dy, 0, keep_dims=True)
         else:
-            ug = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            g_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for k in tl.static_range(CHUNKS):
-                n = k * BLOCK_N
-                m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
-                m_j = mask_of(0, n + j, 1, length, True, EVEN_N)
-                u = _load(at_h + n + j, m, "")
-                dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m_j, WEIGHT, "")
-                if CENTRED:
-                    u -= mean
-                    g_j += g
-                ug += u * g
-            mean_ug = tl.sum(ug, 1, keep_dims=True) / length * rstd
-            mean_g = mean_ug
-            if CENTRED:
-                mean_g = tl.sum(g_j, 1, keep_dims=True) / length
-            if AHEAD:
-                if tile + programs < tiles:
-                    later = tl.cast(tile + programs, tl.int64)
-                    prefetch(H + offset_of(later, n1, n2, h0, h1, h2, DIMS), AHEAD)
-                    prefetch(DY + offset_of(later, n1, n2, y0, y1, y2, DIMS), AHEAD)
-            new_w = ()
-            new_b = ()
-            for k in tl.static_range(CHUNKS):
-                n = k * BLOCK_N
-                m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
-                m_j = mask_of(0, n + j, 1, length, True, EVEN_N)
-                u = _load(at_h + n + j, m, "evict_first")
-                dy, g = _scaled(at_dy + n + j, Weight + n + j, m, m_j, WEIGHT, "evict_first")
-                if CENTRED:
-                    u -= mean
-                u *= rstd
-                new_w += ((sums_w[k] + dy * u) if DW else sums_w[k],)
-                new_b += ((sums_b[k] + dy) if DB else sums_b[k],)
-                _finish(at_dx + n + j, at_dh + n + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "evict_first")
-            sums_w = new_w
-            sums_b = new_b
-    at = tl.cast(pid, tl.int64) * length
-    for k in tl.static_range(CHUNKS):
-        n = k * BLOCK_N
-        m_j = mask_of(0, n + j, 1, length, True, EVEN_N)
-        if DW:
-            tl.store(SumsW + at + n + j, tl.sum(sums_w[k], 0, keep_dims=True), mask=m_j)
-        if DB:
-            tl.store(SumsB + at + n + j, tl.sum(sums_b[k], 0, keep_dims=True), mask=m_j)
+            if DW:
+                sums_w += dy * u
+            if DB:
+                sums_b += dy
+        _finish(at_dx + j, at_dh + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "")
+    at = tl.cast(pid, tl.int64) * length + j
+    m_j = mask_of(0, j, 1, length, True, EVEN_N)
+    if DW:
+        tl.store(SumsW + at, tl.sum(sums_w, 0, keep_dims=True), mask=m_j)
+    if DB:
+        tl.store(SumsB + at, tl.sum(sums_b, 0, keep_dims=True), mask=m_j)
 
 
 @triton.jit(do_not_specialize=["n1", "n2", "rows"])
@@ -270,7 +221,7 @@ def _add(Sums, Out, block, length, parts, EVEN_N: tl.constexpr, BLOCK_R: tl.cons
     tl.store(Out + j, tl.sum(total, 0, keep_dims=True).to(Out.dtype.element_ty), mask=m_j)
 
 
-def _stages(config: Config, device: Device, loaded: int) -> int:
+def _stages(config: Config | Share, device: Device, loaded: int) -> int:
     """How many tiles of so many bytes to have on their way: as configured, if shared memory holds them."""
     room = (device.shared_memory - 8192) // max(config.per_sm, 1)
     return max(1, min(config.num_stages, 1 + room // loaded)) if device.shared_memory else config.num_stages
@@ -288,8 +239,10 @@ class _Plan:
         config = found or LONG
         if centred and config.per_sm > 1:  # two sums for each column, not one
             config = config._replace(rows=max(1, config.rows // 2))
-        self.whole, self.length = found is not None, length
-        block = tile_of(length) // config.chunks if self.whole else LONG_BLOCK
+        share = None if found else share_of(size, length, device.sms)
+        self.whole, self.length = found is not None or share is not None, length
+        self.notes = 0
+        block = share.columns if share else tile_of(length) if found else LONG_BLOCK
         tiles, early, sms = -(-r.count // config.rows), device.arch >= 90, device.sms or 2
         common = {"DIMS": r.dims, "CENTRED": centred, "EARLY": early, "launch_pdl": early}
         dx = common | {
@@ -302,18 +255,32 @@ class _Plan:
             "maxnreg": 65536 // (config.per_sm * config.num_warps * 32) if config.per_sm > 1 else None,
         }
         steps = (*r.strides, *r.sizes, r.count, length)
-        held = SUMMED // tile_of(length) if self.whole else 0  # how many sums over rows the first kernel takes
-        dw, db = wants[0] and held > 0, wants[1] and held > wants[0]
-        if self.whole:
+        dw, db = wants if self.whole else (False, False)
+        if share is not None:
+            team = -(-length // share.columns)
+            programs = min(r.count, max(1, share.per_sm * sms // team))
+            width = -(-length // (16 * team)) * 16
+            loaded = share.columns * sum(t.element_size() for t in r.tensors if t is not None)
+            tile = {
+                "DW": dw,
+                "DB": db,
+                "SPIN": device.kind == "cuda",
+                "TEAM": team,
+                "STAGES": _stages(share, device, loaded),
+                "EVEN_N": length == team * share.columns,
+                "num_warps": share.num_warps,
+                "maxnreg": 65536 // (share.per_sm * share.num_warps * 32) if share.per_sm > 1 else None,
+            }
+            self.notes = r.count * team + 1  # and the places drawn
+            self.main = Launch(apart_kernel, programs * team, (*steps, programs, width), dx | tile, SPILL)
+        elif self.whole:
             programs = min(tiles, config.per_sm * sms)
             loaded = config.rows * block * sum(t.element_size() for t in r.tensors if t is not None)
             tile = {
                 "DW": dw,
                 "DB": db,
                 "EVEN_R": r.count % config.rows == 0,
-                "CHUNKS": -(-length // block),
                 "FLAT": block >= config.num_warps * 256,
-                "AHEAD": r.ahead(device, 0, 1) if config.ahead else 0,
                 "STAGES": _stages(config, device, loaded),
                 "BLOCK_R": config.rows,
             }
@@ -322,7 +289,7 @@ class _Plan:
             programs = r.count
             self.main = Launch(_bwd_long_kernel, programs, steps, dx, config.spill)
         self.parts = [programs, programs]
-        late = wants[0] and not dw, wants[1] and not db
+        late = (False, False) if self.whole else wants
         self.columns = None
         if any(late):
             blocks = -(-length // COLUMNS_BLOCK)
@@ -359,11 +326,13 @@ class _Plan:
         sums = [
             None if t is None else rstd.new_empty(n, self.length) for t, n in zip((dweight, dbias), self.parts)
         ]
+        if self.notes:
+            sums.append(torch.zeros(self.notes, dtype=torch.int64, device=rstd.device))
         self.main(h, weight, mean, rstd, dy, dh, dx, *(sums if self.whole else ()))
         if self.columns is not None:
             self.columns(h, mean, rstd, dy, *sums)
         if dweight is not None or dbias is not None:
-            self.sums(rstd, *sums, dweight, dbias)
+            self.sums(rstd, *sums[:2], dweight, dbias)
 
 
 def backward(

@@ -22,10 +22,11 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(32, 4),
     (2, 256): Config(16, 4),
     (2, 512): Config(8, 4),
-    (2, 1024): Config(4, 4),
+    (2, 1024): Config(2, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
     (2, 8192): Config(1, 4),
+    (2, 12288): Config(1, 16, chunks=4),
     (2, 16384): Config(1, 32, chunks=2),
     (2, 32768): Config(1, 32, chunks=4),
     (4, 128): Config(16, 4),
@@ -37,8 +38,8 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 8192): Config(1, 16),
     (4, 16384): Config(1, 32, chunks=4),
 }
-# layer norm, which keeps three numbers for each lane of a row that is read twice
-LAYER = CONFIGS | {(2, 16384): Config(1, 16, chunks=4), (2, 32768): Config(1, 16, chunks=8)}
+# layer norm: per_sm for rows that are held in 16 bits
+LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -53,16 +54,27 @@ def _load_sum(at_x, at_r, m, H, RESIDUAL: tl.constexpr, POLICY: tl.constexpr):
     return h
 
 
+@triton.jit
+def _again(x, HELD: tl.constexpr):
+    """x. HELD: as something new to the compiler, which so keeps 16 bits of a number, not the float32 it was before."""
+    if HELD:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
+
+
 @triton.jit(do_not_specialize=["n1", "n2", "rows"])
 def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1, r2, n1, n2, rows, length,
                 eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                EARLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                HELD: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
     m_j = mask_of(0, j, 1, length, True, EVEN_N)
-    if WHOLE and not CENTRED:
+    LATE: tl.constexpr = HELD or CENTRED and BLOCK_N > 2048
+    if WHOLE and not LATE:
         if WEIGHT:
             w = tl.load(Weight + j, mask=m_j, other=0.0)
         if BIAS:
@@ -74,17 +86,25 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
     at = i * length
     if WHOLE:
         m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
-        h = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "")
+        x = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "")
+        if HELD:
+            x = x.to(H.dtype.element_ty)
         if RESIDUAL:
-            tl.store(H + at + j, h.to(H.dtype.element_ty), mask=m)
+            tl.store(H + at + j, x.to(H.dtype.element_ty), mask=m)
+        h = x.to(tl.float32)
         if CENTRED:
             mean = tl.sum(h, 1, keep_dims=True) / length
-            h -= mean
+            x = _again(x, HELD)
+            h = x.to(tl.float32) - mean
             if not EVEN_N:
                 h = tl.where(j < length, h, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1, keep_dims=True) / length + eps)
+        if HELD:
+            h = _again(x, HELD).to(tl.float32)
+            if CENTRED:
+                h -= mean
         y = h * rstd
-        if CENTRED:  # loaded late: two vectors beside the row would cost half of the programs on a multiprocessor
+        if LATE:  # loaded late: two vectors beside the row cost half of the programs on a multiprocessor
             if WEIGHT:
                 w = tl.load(Weight + j, mask=m_j, other=0.0)
             if BIAS:
@@ -95,26 +115,29 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
             y += b.to(tl.float32)
         tl.store(Y + at + j, y.to(Y.dtype.element_ty), mask=m)
     else:
-        shift_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        sum_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        square_j = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        # each lane adds up what lies side by side: a few registers instead of a row's
+        shift = tl.zeros((BLOCK_R, 1), tl.float32)
+        sum_j = tl.zeros((BLOCK_R, BLOCK_N // PIECE), tl.float32)
+        square_j = tl.zeros((BLOCK_R, BLOCK_N // PIECE), tl.float32)
+        if CENTRED:
+            m = mask_of(i, j, rows, length, EVEN_R, EVEN_N)
+            h = _load_sum(at_x + j, at_r + j, m, H, RESIDUAL, "evict_last")
+            shift = tl.sum(h, 1, keep_dims=True) / tl.minimum(length, BLOCK_N)
         for n in range(0, length, BLOCK_N):
             m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
             h = _load_sum(at_x + n + j, at_r + n + j, m, H, RESIDUAL, "evict_last")
             if RESIDUAL:
                 tl.store(H + at + n + j, h.to(H.dtype.element_ty), mask=m)
             if CENTRED:
-                shift_j = tl.where(n == 0, h, shift_j)
-                h -= shift_j
+                h -= shift
                 if not EVEN_N:
                     h = tl.where(n + j < length, h, 0.0)
-                sum_j += h
-            square_j += h * h
+                sum_j += tl.sum(tl.reshape(h, (BLOCK_R, BLOCK_N // PIECE, PIECE)), 2)
+            square_j += tl.sum(tl.reshape(h * h, (BLOCK_R, BLOCK_N // PIECE, PIECE)), 2)
         if CENTRED:
-            count_j = ((length - j + BLOCK_N - 1) // BLOCK_N).to(tl.float32)
-            sum_j /= tl.maximum(count_j, 1.0)
-            mean = tl.sum((shift_j + sum_j) * count_j, 1, keep_dims=True) / length
-            square_j += count_j * ((shift_j + sum_j - mean) * (shift_j + sum_j - mean) - sum_j * sum_j)
+            apart = tl.sum(sum_j, 1, keep_dims=True) / length
+            mean = shift + apart
+            square_j -= apart * apart * length / (BLOCK_N // PIECE)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(square_j, 1, keep_dims=True) / length + eps)
         for n in range(0, length, BLOCK_N):
             m = mask_of(i, n + j, rows, length, EVEN_R, EVEN_N)
@@ -141,6 +164,8 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
+    kept = x.dtype if residual is None else sum_dtype(x, residual)
+    held = config.per_sm > 0 and kept.itemsize == 2 and device.kind == "cuda"
     meta = {
         "DIMS": r.dims,
         "CENTRED": centred,
@@ -150,10 +175,13 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
         "EVEN_R": r.count % config.rows == 0,
         "EVEN_N": length % block == 0,
         "WHOLE": config.chunks == 1,
+        "HELD": held,
         "EARLY": device.arch >= 90,
+        "PIECE": 16 // size,
         "BLOCK_R": config.rows,
         "BLOCK_N": block,
         "num_warps": config.num_warps,
+        "maxnreg": 65536 // (config.per_sm * config.num_warps * 32) if held else None,
         "launch_pdl": device.arch >= 90,
     }
     return Launch(_fwd_kernel, -(-r.count // config.rows), scalars, meta, config.spill)

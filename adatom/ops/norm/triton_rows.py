@@ -15,15 +15,13 @@ from adatom.device import Device
 
 class Config(NamedTuple):
     """A tile of so many rows, warps, programs that share a multiprocessor (0: one for each tile), how many tiles are on
-    their way at once, in how many parts a row is walked over, twice; ahead: whether the next row is brought into the L2
-    cache meanwhile; spill: bytes of registers it may spill."""
+    their way at once, in how many parts a row is walked over, twice; spill: bytes of registers it may spill."""
 
     rows: int
     num_warps: int
     per_sm: int = 0
     num_stages: int = 1
     chunks: int = 1
-    ahead: bool = False
     spill: int = 64
 
 
