@@ -15,14 +15,26 @@ def direct(compiled, programs, device, rest):
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     stream_of = driver.active.get_current_stream
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    entering, leaving = (getattr(hook, "calls", hook) for hook in hooks)
+    behind = (packed, None, None, None)
+    if _passes_on(run):  # what the launcher would add to its arguments follows from the kernel
+        flags = run.launch_cooperative_grid, run.launch_pdl
+        run, behind = run.launch, (*flags, None, None, *behind)
 
     def launch(args):
-        if any(getattr(hook, "calls", hook) for hook in hooks):
+        if entering or leaving:
             compiled[programs, 1, 1](*args, *rest)
         else:
-            run(programs, 1, 1, stream_of(device), function, packed, None, None, None, *args, *rest)
+            run(programs, 1, 1, stream_of(device), function, *behind, *args, *rest)
 
     return launch
+
+
+def _passes_on(run):
+    """Whether Triton's launcher only hands its arguments on to its C function: that of 3.6, for a kernel that needs no
+    memory from the host."""
+    needs = [getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+    return not any(needs) and hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
 
 
 def _mend_interpreter() -> None:

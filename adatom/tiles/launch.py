@@ -70,10 +70,15 @@ class Launch:
         """None stands for a tensor that the kernel does not look at."""
         q = tensors[0]
         assert q is not None
-        given = [q if t is None else t for t in tensors]
         if self._direct is not None and _observer is None:
+            if not self.blocks:
+                somewhere = q.data_ptr()
+                self._direct([somewhere if t is None else t.data_ptr() for t in tensors])
+                return
+            given = [q if t is None else t for t in tensors]
             self._direct([self._descriptor(i, t) if i in self.blocks else t.data_ptr() for i, t in enumerate(given)])
             return
+        given = [q if t is None else t for t in tensors]
         args = tuple(self._descriptor(i, t) if i in self.blocks else t for i, t in enumerate(given))
         compiled = launch(self.kernel, self.programs, (*args, *self.scalars), self.meta, self.spill)
         if compiled is not None:

@@ -38,7 +38,7 @@ class Remembered(Inputs):
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor | None], memo: dict[str, Any]) -> Remembered:
-        self = cls(*tensors)  # type: ignore[arg-type]
+        self = tuple.__new__(cls, tensors)
         self.memo = memo
         return self
 
