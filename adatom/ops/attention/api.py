@@ -218,9 +218,7 @@ class _Plan:
 _plans: dict[Any, _Plan] = {}
 
 
-def _planned(
-    tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, return_lse: bool
-) -> _Plan | None:
+def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
     """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision); None
     for those that are traced, profiled, transformed, cast or copied, and for tensors that are not on a GPU."""
     if watched():
