@@ -173,7 +173,8 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
             NotImplementedError,
         )
         return attention_compiled(*x, *o, backend)
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
+    wanted = torch._C._are_functorch_transforms_active() or any(t is not None and t.requires_grad for t in x[:5])
+    if torch.is_grad_enabled() and wanted or forward_ad._current_level >= 0:  # forward mode needs no grad mode
         return Attention.apply(*x, *o, backend)
     return attention_fwd(*x, *o, backend)
 

@@ -17,7 +17,7 @@ from torch.autograd import Function, forward_ad
 from adatom.operators import on_device, vmap_rule
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
-from adatom.signature import PLAIN, signature, watched
+from adatom.signature import signature, watched
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens, "
@@ -194,7 +194,7 @@ class PlannedAttention(Function):
         differentiate: Any = attention_bwd
         if _further():
             differentiate = partial(_apply, AttentionBackward)
-        elif not watched() and all(d is None or type(d) in PLAIN and not d.is_neg() for d in (dout, dlse)):
+        elif not watched() and signature((dout, dlse)) is not None:
             differentiate = _bwd  # past the dispatcher
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
 
