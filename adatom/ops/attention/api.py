@@ -7,12 +7,14 @@ import math
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from adatom.check import require
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
+    apply,
     apply_planned,
     attention_compiled,
     attention_fwd,
@@ -173,9 +175,11 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
             NotImplementedError,
         )
         return attention_compiled(*x, *o, backend)
-    wanted = torch._C._are_functorch_transforms_active() or any(t is not None and t.requires_grad for t in x[:5])
-    if torch.is_grad_enabled() and wanted or forward_ad._current_level >= 0:  # forward mode needs no grad mode
+    if torch._C._are_functorch_transforms_active():
         return Attention.apply(*x, *o, backend)
+    wanted = any(t is not None and t.requires_grad for t in x[:5])
+    if torch.is_grad_enabled() and wanted or forward_ad._current_level >= 0:  # forward mode needs no grad mode
+        return apply(Attention, *unwrap_dead_wrappers(x), *o, backend)
     return attention_fwd(*x, *o, backend)
 
 

@@ -193,7 +193,7 @@ class PlannedAttention(Function):
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         differentiate: Any = attention_bwd
         if _further():
-            differentiate = partial(_apply, AttentionBackward)
+            differentiate = partial(apply, AttentionBackward)
         elif not watched() and signature((dout, dlse)) is not None:
             differentiate = _bwd  # past the dispatcher
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
@@ -204,7 +204,7 @@ def _further() -> bool:
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
-def _apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[Function], *args: Any) -> Any:
     """function.apply(*args). It binds arguments by name for functorch; without functorch this takes half the time."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -303,7 +303,7 @@ class AttentionBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        differentiate = partial(_apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
+        differentiate = partial(apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
         return _backward_of_backward(ctx, cotangents, differentiate)
 
     @staticmethod
