@@ -287,7 +287,7 @@ def _everywhere(case: Case, group: str) -> bool:
 def _quadratic(case: Case, group: str) -> bool:
     """Where a quadratic implementation is what one would otherwise use: second derivatives, forward mode, learned
     biases."""
-    return group in (*THREE_ORDERS, "jvp", "bias", "pair bias")
+    return group in (*THREE_ORDERS, "jvp", "bias", "pair bias", "triangle")
 
 
 def _beyond_flash(case: Case, group: str) -> bool:

@@ -160,6 +160,7 @@ def compare(
             if isinstance(timed, dict):
                 timing = timed[kind]
                 entry |= {"ms": timing.ms, "spread": [timing.low, timing.high], "repeats": timing.repeats}
+                models[name].zero_grad()  # or the gradients of the step before are freed in this one
                 entry |= {"slots": g.others.shape[1], "peak_bytes": peak_bytes(jobs[name], device)}
             else:
                 why = "out of memory" if isinstance(timed, torch.cuda.OutOfMemoryError) else str(timed).split("\n")[0]
