@@ -221,7 +221,7 @@ def plot(record: Record, path: Path) -> None:
     drawn = {group for group, *_ in curves}
     panels = _unique((e["group"], e["pass"]) for e in timed if e["group"] not in drawn)
     rows = max(1, len(curves) + len(panels))
-    figure = pyplot.figure(figsize=(12, 3.2 * rows))
+    figure = pyplot.figure(figsize=(12, 3.2 * rows), layout="constrained")
     grid = figure.add_gridspec(rows, 2)
     for i, (group, kind, lines) in enumerate(curves):
         axes = [figure.add_subplot(grid[i, j]) for j in (0, 1)]
@@ -231,7 +231,6 @@ def plot(record: Record, path: Path) -> None:
         entries = [e for e in timed if (e["group"], e["pass"]) == (group, kind)]
         _draw_bars(figure.add_subplot(grid[i, :]), entries, colours, *_unit(record))
     figure.suptitle(f"adatom bench, {record['device']}, {record['date']}", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
 
