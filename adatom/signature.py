@@ -30,7 +30,9 @@ def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     key: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     try:
         for x in args:
-            if type(x) in PLAIN:
+            if x is None:
+                key.append(None)
+            elif type(x) in PLAIN:
                 address = x.data_ptr()
                 if not (x.is_cuda or ANY_DEVICE) or x.is_neg() or not address and x.numel():  # zeros without storage
                     return None

@@ -214,10 +214,9 @@ class _Plan:
         results = self(q, k, v, bias, sinks, kv_lens)
         return results if self.return_lse else results[0]
 
-    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+    def __call__(self, q: torch.Tensor, *others: torch.Tensor | None) -> Any:
         """(out, lse)."""
-        x = Remembered.of((*tensors, None, None), self.memo)
-        return on_device(self.launch, x.q, x, self.o)
+        return on_device(self.launch, q, Remembered.of((q, *others, None, None), self.memo), self.o)
 
 
 _plans: dict[Any, _Plan] = {}
