@@ -93,10 +93,14 @@ def _fwd(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _run("attention_fwd", args)  # type: ignore[return-value]
 
 
-def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+def _grads(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """attention_bwd, with None for what nobody asked for."""
     *head, dout, dlse, bias_grad = args
-    grads = _run("attention_bwd", (*head, _rows_contiguous(dout), dlse, bias_grad), bias_grad)
-    return tuple(absent(args[0]) if g is None else g for g in grads)
+    return _run("attention_bwd", (*head, _rows_contiguous(dout), dlse, bias_grad), bias_grad)
+
+
+def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(absent(args[0]) if g is None else g for g in _grads(*args))
 
 
 def _bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -195,7 +199,7 @@ class PlannedAttention(Function):
         if _further():
             differentiate = partial(apply, AttentionBackward)
         elif not watched() and signature((dout, dlse)) is not None:
-            differentiate = _bwd  # past the dispatcher
+            differentiate = _grads  # past the dispatcher
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
 
 
