@@ -275,7 +275,7 @@ def _draw_curves(axes: list[Any], lines: dict[str, list[Point]], colours: dict[s
     for axis, unit in zip(axes, ("ms", "peak MB")):
         axis.set(xlabel=next(iter(lines.values()))[0].axis, ylabel=unit)
         axis.set_xticks(ticks, [str(n) for n in ticks])
-        axis.minorticks_off()
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=7, frameon=False, ncols=2)
 
