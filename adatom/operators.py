@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 def on_device(launch: Callable[..., Any], like: Tensor, *args: Any) -> Any:
     """launch(*args), with the device of `like` the current one."""
-    if like.is_cuda and like.get_device() != torch.cuda.current_device():
+    if like.is_cuda and like.get_device() != torch._C._cuda_getDevice():  # without a look at whether CUDA is up
         with torch.cuda.device(like.device):
             return launch(*args)
     return launch(*args)

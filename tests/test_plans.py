@@ -100,16 +100,16 @@ def test_what_differs_has_a_signature_of_its_own(short):
         torch.use_deterministic_algorithms(before)
 
 
-def test_what_others_look_on_goes_the_long_way(short, monkeypatch):
+def test_what_others_look_on_goes_the_long_way(short):
     class Mine(torch.Tensor):
         pass
 
     q = torch.randn(1, 2, 8, 16)
-    planned = lambda *a: api._planned((*a, None, False, None, None, None, None, None, None), None, False)  # noqa: E731
+    planned = lambda *a: api._planned((*a, None, None, None), (False, *[None] * 4), None, False)  # noqa: E731
     assert planned(q, q, q) is not None
     assert planned(q, q, q.as_subclass(Mine)) is None
     assert planned(torch._neg_view(q), q, q) is None
-    assert api._planned((q, q, q, None, False, [1, 2], None, None, None, None, None), None, False) is None
+    assert api._planned((q, q, q, None, None, None), (False, [1, 2], None, None, None), None, False) is None
     assert planned(q.transpose(2, 3).contiguous().transpose(2, 3), q, q) is None  # would be copied
     seen = []
     torch.func.vmap(lambda x: seen.append(planned(x, x, x)) or x)(q[None])
@@ -117,10 +117,34 @@ def test_what_others_look_on_goes_the_long_way(short, monkeypatch):
         seen.append(planned(q, q, q))
     with torch._subclasses.fake_tensor.FakeTensorMode():
         seen.append(planned(q, q, q))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    torch.set_autocast_enabled("cuda", True)
+    try:
         seen.append(planned(q, q, q))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
     assert seen == [None] * 4
+
+
+def test_a_remembered_backward_takes_cotangents_of_any_kind(short):
+    """Past the dispatcher go those that a kernel can read as they lie; the others are resolved on the way."""
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    out = adatom.attention(q, k, v)
+    assert "Planned" in type(out.grad_fn).__name__
+    g = torch.randn_like(out)
+    several = torch.stack([g, 2 * g])
+    for dout in (g, torch._neg_view(g), g.mT.contiguous().mT, g[:, :, :1].expand_as(g)):
+        for a, b in zip(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+                        torch.autograd.grad(want, (q, k, v), dout, retain_graph=True)):  # fmt: skip
+            assert torch.allclose(a, b, atol=1e-5)
+    batched = torch.autograd.grad(out, (q, k, v), several, is_grads_batched=True, retain_graph=True)
+    for a, b in zip(batched, torch.autograd.grad(want, (q, k, v), g, retain_graph=True)):
+        assert torch.allclose(a, torch.stack([b, 2 * b]), atol=1e-5)
+    other = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, other):  # what was saved comes back with other strides
+        out = adatom.attention(q, k, v)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), g), torch.autograd.grad(want, (q, k, v), g)):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_options_given_as_tensors_count_by_value(short):

@@ -72,6 +72,20 @@ def cut(monkeypatch: pytest.MonkeyPatch, tile: int, rows: int) -> None:
     monkeypatch.setattr(torch_chunked, "_plain", lambda x, o: False)
 
 
+class Calls(TorchDispatchMode):
+    """Notes the name of each operation, and how many elements its first result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        self.made.append((func.overloadpacket.__name__, first.numel() if isinstance(first, torch.Tensor) else 0))
+        return result
+
+
 # Against dense autograd --------------------------------------------------------------------------------------------
 
 
@@ -145,17 +159,27 @@ def test_as_scaled_dot_product_attention(masked: str, kv_heads: int, backend: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("heads_inside", [True, False])
 @pytest.mark.parametrize(
-    ("causal", "bias_shape"), [(False, None), (True, None), (False, (2, 4, 37, 37)), (False, (37,))]
+    ("causal", "bias_shape"),
+    [(False, None), (True, None), *((False, s) for s in ((2, 4, 37, 37), (2, 1, 37, 37), (4, 1, 37), (37,)))],
 )
 def test_handing_over_changes_nothing(
-    causal: bool, bias_shape: tuple[int, ...] | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    causal: bool,
+    bias_shape: tuple[int, ...] | None,
+    heads_inside: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Plain calls handed to PyTorch's kernel give what the tiles give: lse, gradients and strides included."""
-    q, k, v = (torch.randn(2, 37, h, 16).to(dtype).transpose(1, 2).requires_grad_() for h in (4, 2, 2))
+    q, k, v = (torch.randn(2, 37, h, 16).to(dtype).transpose(1, 2) for h in (4, 2, 2))
+    if not heads_inside:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    for x in (q, k, v):
+        x.requires_grad_()
     bias = None if bias_shape is None else torch.randn(bias_shape).to(dtype)
     if bias is not None and bias.dim() == 4:
-        bias[1, 2, 5] = -math.inf
+        bias[1, -1, 5] = -math.inf
     given: dict[str, Any] = {"bias": bias, "causal": causal, "return_lse": True, "backend": "torch_chunked"}
 
     def run() -> list[torch.Tensor]:
@@ -170,6 +194,20 @@ def test_handing_over_changes_nothing(
     for a, b in zip(handed, tiled, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=max(tolerance, 1e-4 if a.dtype != dtype else 0) * 4)
         assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("bias_shape", [None, (2, 4, 37, 37), (1, 1, 37, 37)])
+@pytest.mark.parametrize("heads_inside", [True, False])
+def test_handing_over_copies_nothing(heads_inside: bool, bias_shape: tuple[int, ...] | None) -> None:
+    """Neither operands nor results as large as they are copied, whichever of the usual layouts they have."""
+    x = [torch.randn(2, 37, 4, 16).transpose(1, 2) for _ in range(4)]
+    q, k, v, dout = x if heads_inside else [t.contiguous() for t in x]
+    given = Inputs(q, k, v, None if bias_shape is None else torch.randn(bias_shape))
+    with Calls() as calls:
+        out, lse = torch_chunked.forward(given, PLAIN)
+        torch_chunked.backward(given, PLAIN, out, lse, dout, None, False)
+    copied = [size for name, size in calls.made if name in ("copy_", "clone", "_to_copy") and size >= q.numel()]
+    assert [name for name, _ in calls.made if "flash" in name] and not copied
 
 
 # Rows with nothing, empty sizes, padding, strides ------------------------------------------------------------------

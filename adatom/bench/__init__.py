@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from adatom.bench import run
+from adatom.bench import run, science
 from adatom.bench import tune as tuning
 from adatom.bench.report import heading, host_sheet, plot, sheets, tables
 from adatom.bench.rivals import every, installed, select
@@ -32,7 +32,7 @@ _HANG = 300  # seconds after which a case that has not ended is taken to hang
 
 
 def command(
-    op: Annotated[str | None, typer.Argument(help="The op to time; default: every one.")] = None,
+    op: Annotated[str | None, typer.Argument(help="The op to time, or science; default: every op.")] = None,
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
@@ -52,18 +52,23 @@ def command(
         Path | None, typer.Option("--tables", exists=True, help="Print the tables of a results file.")
     ] = None,
 ) -> None:
-    """Time adatom beside every installed rival: speed, share of the ceilings, memory, host time."""
+    """Time adatom beside every installed rival: speed, share of the ceilings, memory, host time.
+
+    `adatom bench science`: force training against atoms, pair bias and triangle attention against length, second
+    derivatives and forward mode; --plot draws time and memory.
+    """
     console = Console()
     if from_file is not None:
         typer.echo(tables(json.loads(from_file.read_text())), nl=False)
         return
     try:
-        if op is not None and op not in PASSES:
-            raise ValueError(f"no op {op!r}; there are: {', '.join(PASSES)}")
+        if op is not None and op not in (*PASSES, "science"):
+            raise ValueError(f"no op {op!r}; there are: {', '.join(PASSES)}, and science")
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type not in ("cuda", "cpu") or where.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"no device {where}; see `adatom doctor`")
-        known = dict.fromkeys(row.backend for o in PASSES if op in (None, o) for p in PASSES[o] for row in rows(p))
+        mine = PASSES if op is None else ("attention" if op == "science" else op,)
+        known = dict.fromkeys(row.backend for o in mine for p in PASSES[o] for row in rows(p))
         if backend not in (None, *known):
             raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}")
         chosen = select(rivals)
@@ -136,11 +141,16 @@ def _bench(
                     skipped.append(f"{group} {case.name}")
                     continue
                 faulthandler.dump_traceback_later(_HANG, exit=True, file=sys.__stderr__ or sys.stderr)
+                spent = 20.0 if quick else 80.0
                 try:
+                    if isinstance(case, science.Crystal):
+                        record["entries"] += science.compare(case, rivals, clock, 5 * spent, backend, verify)
+                        save(record)
+                        progress.advance(task)
+                        continue
                     problem = run.Problem(case, where)
                     refused = run.unproven(problem, group, backend) if verify else None
                     contenders = run.wanted(case, group, rivals, by_name)
-                    spent = 20.0 if quick else 80.0
                     record["entries"] += run.compare(
                         problem, group, contenders, clock, record["ceilings"], spent, backend, refused
                     )

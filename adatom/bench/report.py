@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from adatom.bench.rivals_attention import THREE_ORDERS
+from adatom.bench.science import GROUPS, TRAINING, size
 
 # groups where the whole step counts: time and memory of all passes together
-WHOLE_STEP = ("bias", "triangle", *THREE_ORDERS)
+WHOLE_STEP = ("bias", "triangle", "pair bias", *THREE_ORDERS)
 Record = dict[str, Any]
 
 
@@ -115,9 +116,9 @@ def _standing(at: dict[str, dict[str, Any]]) -> list[str]:
     return [f"{100 * ours['share']:.0f} %", f"{min(rivals) / ours['ms']:.2f}x" if rivals else "-"]
 
 
-def _whole(record: Record, group: str) -> Sheet:
-    """Milliseconds of each pass and of all together, and the peak memory beyond inputs."""
-    entries = [e for e in record["entries"] if e["group"] == group]
+def _whole(record: Record, group: str, *only: str) -> Sheet:
+    """Milliseconds of each pass (or `only` of one) and of all together, and the peak memory beyond inputs."""
+    entries = [e for e in record["entries"] if e["group"] == group and (not only or e["pass"] in (*only, "all"))]
     failed = [e for e in entries if "reason" in e]
     cases = _unique(e["case"] for e in entries)
     steps: dict[tuple[str, str], list[dict[str, Any]]] = {}  # the passes of a contender that did them all
@@ -137,7 +138,7 @@ def _whole(record: Record, group: str) -> Sheet:
             text = f"**{text}**" if total[name] == min(total.values()) else text
             parts = " + ".join(_short(e["ms"]) for e in steps[case, name])
             peak = max(e["peak_bytes"] or 0 for e in steps[case, name])
-            cells.append(f"{text} ({parts}), {_bytes(peak)}")
+            cells.append(f"{text} ({parts}), {_bytes(peak)}" if " + " in parts else f"{text}, {_bytes(peak)}")
         rivals = [ms for name, ms in total.items() if name != "adatom"]
         rows.append([case, *cells, f"{min(rivals) / total['adatom']:.2f}x" if rivals and "adatom" in total else "-"])
     kinds = " + ".join(_unique(e["pass"] for e in entries if "ms" in e))
@@ -167,6 +168,8 @@ def sheets(record: Record, group: str | None = None) -> list[Sheet]:
         entries = [e for e in record["entries"] if e["group"] == name]
         if name in WHOLE_STEP:
             out.append(_whole(record, name))
+        elif name == TRAINING:
+            out += [_whole(record, name, kind) for kind in _unique(e["pass"] for e in entries if e["pass"] != "all")]
         else:
             kinds = _unique(e["pass"] for e in entries if e["pass"] != "all") or ["nothing ran"]
             found = [_by_pass(record, name, kind) for kind in kinds]
@@ -204,34 +207,90 @@ def tables(record: Record) -> str:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Grouped bars of the speed of each group and pass; SVG or PNG by the file's ending."""
+    """Time and memory against atoms and length, where cases of science differ in these; else grouped bars of the speed
+    of each group and pass. SVG or PNG by the file's ending."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     timed = [e for e in record["entries"] if "ms" in e]
-    panels = _unique((e["group"], e["pass"]) for e in timed)
     contenders = _unique(e["contender"] for e in timed)
-    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(12, 3.2 * max(1, len(panels))), squeeze=False)
-    colours = pyplot.get_cmap("tab10")
-    unit, scale = _unit(record)
-    for (group, name), axis in zip(panels, axes[:, 0]):
-        entries = [e for e in timed if (e["group"], e["pass"]) == (group, name)]
-        cases = _unique(e["case"] for e in entries)
-        here = [c for c in contenders if any(e["contender"] == c for e in entries)]
-        width = 0.8 / len(here)
-        for i, contender in enumerate(here):
-            speed = {e["case"]: scale * e["tflops"] for e in entries if e["contender"] == contender}
-            places = [j + (i - (len(here) - 1) / 2) * width for j, case in enumerate(cases) if case in speed]
-            colour = colours(contenders.index(contender) % 10)
-            axis.bar(places, list(speed.values()), width, label=contender, color=colour)
-        axis.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=7)
-        axis.set_ylabel(unit)
-        axis.set_title(f"{group}: {name}", loc="left", fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=7, frameon=False, ncols=4)
+    colours = {c: pyplot.get_cmap("tab10")(i % 10) for i, c in enumerate(contenders)}
+    curves = _curves(timed)
+    drawn = {group for group, *_ in curves}
+    panels = _unique((e["group"], e["pass"]) for e in timed if e["group"] not in drawn)
+    rows = max(1, len(curves) + len(panels))
+    figure = pyplot.figure(figsize=(12, 3.2 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, 2)
+    for i, (group, kind, lines) in enumerate(curves):
+        axes = [figure.add_subplot(grid[i, j]) for j in (0, 1)]
+        _draw_curves(axes, lines, colours)
+        axes[0].set_title(f"{group}: {kind}", loc="left", fontsize=9)
+    for i, (group, kind) in enumerate(panels, len(curves)):
+        entries = [e for e in timed if (e["group"], e["pass"]) == (group, kind)]
+        _draw_bars(figure.add_subplot(grid[i, :]), entries, colours, *_unit(record))
     figure.suptitle(f"adatom bench, {record['device']}, {record['date']}", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+class Point(NamedTuple):
+    """What a contender took for one step: milliseconds, and bytes at the most."""
+
+    axis: str
+    size: int
+    ms: float
+    peak: int
+
+
+def _curves(timed: list[dict[str, Any]]) -> list[tuple[str, str, dict[str, list[Point]]]]:
+    """(group, passes, contender -> its points) for what science draws against a size: all passes of a step together,
+    but each of force training by itself."""
+    found = []
+    for group in (g for g in GROUPS if any(e["group"] == g for e in timed)):
+        mine = [e for e in timed if e["group"] == group and size(e["case"])]
+        if group != TRAINING and len({e["case"] for e in mine}) < 2:
+            continue
+        kinds = _unique(e["pass"] for e in mine)
+        for together in [[kind] for kind in kinds] if group == TRAINING else [kinds]:
+            lines: dict[str, list[Point]] = {}
+            for contender, case in _unique((e["contender"], e["case"]) for e in mine):
+                step = [e for e in mine if (e["contender"], e["case"]) == (contender, case) and e["pass"] in together]
+                where = size(case)
+                if len(step) == len(together) and where is not None:
+                    ms, peak = sum(e["ms"] for e in step), max(e["peak_bytes"] or 0 for e in step)
+                    lines.setdefault(contender, []).append(Point(*where, ms, peak))
+            found.append((group, " + ".join(together), {c: sorted(points) for c, points in lines.items()}))
+    return found
+
+
+def _draw_curves(axes: list[Any], lines: dict[str, list[Point]], colours: dict[str, Any]) -> None:
+    """Milliseconds on the first of two axes, MB on the other."""
+    for contender, points in lines.items():
+        sizes, style = [p.size for p in points], {"label": contender, "color": colours[contender], "markersize": 4}
+        axes[0].loglog(sizes, [p.ms for p in points], "o-", **style)
+        axes[1].loglog(sizes, [p.peak / 1e6 for p in points], "o-", **style)
+    ticks = sorted({p.size for points in lines.values() for p in points})
+    for axis, unit in zip(axes, ("ms", "peak MB")):
+        axis.set(xlabel=next(iter(lines.values()))[0].axis, ylabel=unit)
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(fontsize=7, frameon=False, ncols=2)
+
+
+def _draw_bars(axis: Any, entries: list[dict[str, Any]], colours: dict[str, Any], unit: str, scale: float) -> None:
+    """The speed of one group and pass."""
+    cases = _unique(e["case"] for e in entries)
+    here = [c for c in colours if any(e["contender"] == c for e in entries)]
+    width = 0.8 / len(here)
+    for i, contender in enumerate(here):
+        speed = {e["case"]: scale * e["tflops"] for e in entries if e["contender"] == contender}
+        places = [j + (i - (len(here) - 1) / 2) * width for j, case in enumerate(cases) if case in speed]
+        axis.bar(places, list(speed.values()), width, label=contender, color=colours[contender])
+    axis.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=7)
+    axis.set_ylabel(unit)
+    axis.set_title(f"{entries[0]['group']}: {entries[0]['pass']}", loc="left", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7, frameon=False, ncols=4)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adatom.bench.rivals import Bind, Call, Rival, Unfit
@@ -257,6 +258,25 @@ def _cuequivariance(case: Case, given: dict[str, Any]) -> Call:
     return call
 
 
+# jvp_flash_attention -----------------------------------------------------------------------------------------------
+
+
+def _jvp_flash(case: Case, given: dict[str, Any]) -> Call:
+    _refuse(case, float32=True)
+    _needs_gpu(given)
+    if case.causal and case.seqlen_q != case.seqlen_k:
+        raise Unfit("causal only with equal lengths")
+    module = importlib.import_module("jvp_flash_attention.jvp_attention")
+    options = {"causal": case.causal, "sm_scale": _scale(case)}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        with_tangents = forward_ad.unpack_dual(q).tangent is not None
+        out: Tensor = (module.JVPAttn.fwd_dual if with_tangents else module.attention)(q, k, v, **options)
+        return out
+
+    return call
+
+
 # The list ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +287,7 @@ def _everywhere(case: Case, group: str) -> bool:
 def _quadratic(case: Case, group: str) -> bool:
     """Where a quadratic implementation is what one would otherwise use: second derivatives, forward mode, learned
     biases."""
-    return group in (*THREE_ORDERS, "jvp", "bias")
+    return group in (*THREE_ORDERS, "jvp", "bias", "pair bias", "triangle")
 
 
 def _beyond_flash(case: Case, group: str) -> bool:
@@ -291,5 +311,6 @@ RIVALS: tuple[Rival, ...] = (
     ),
     Rival("flash_attn_4", ("flash-attn-4",), _flash_attn("flash_attn.cute", None, True), _everywhere),
     Rival("xformers", ("xformers",), _xformers, _everywhere),
+    Rival("jvp_flash_attention", ("jvp-flash-attention",), _jvp_flash, lambda case, group: group == "jvp"),
     Rival("cuequivariance", ("cuequivariance-torch",), _cuequivariance, _everywhere),
 )

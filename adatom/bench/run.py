@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from adatom import device as machine
 from adatom import evidence, registry, verify
+from adatom.bench import science
 from adatom.bench.rivals import Bind, Call, Unfit, contest, every, installed
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.device import facts
@@ -395,7 +396,7 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the record to be kept is of {what} {old[what]}, this is {new[what]}; name another file")
     ran = {(e["group"], e["case"]) for e in new["entries"]}
     kept = [{"commit": old["commit"]} | e for e in old["entries"] if (e["group"], e["case"]) not in ran]
-    known = _known(new["kind"])
+    known = {**_known(new["kind"], ("science",)), **_known(new["kind"])}
     place = {name: i for i, name in enumerate((group, case.name) for group in known for case in known[group])}
     every = sorted(kept + new["entries"], key=lambda e: place.get((e["group"], e["case"]), len(place)))
     kept_host = {} if new["host"] else {"host": old["host"], "host_case": _of_commit(old)}
@@ -411,8 +412,11 @@ def _of_commit(old: dict[str, Any]) -> str:
 
 
 def _known(kind: str, ops: Sequence[str] = tuple(registry.PASSES)) -> dict[str, tuple[Any, ...]]:
-    """The bench cases of these ops for "cpu" or "cuda", by group."""
+    """The bench cases of these ops for "cpu" or "cuda", by group; of "science", those of its groups."""
     found: dict[str, tuple[Any, ...]] = {}
+    if tuple(ops) == ("science",):
+        found = science.groups(kind) | _known(kind, ("attention",))
+        return {name: found[name] for name in science.GROUPS if name in found}
     for op in ops:
         cases = registry.part(op, "cases")
         found |= cases.BENCH_CPU if kind == "cpu" else cases.BENCH

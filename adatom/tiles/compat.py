@@ -3,26 +3,76 @@
 from adatom.device import interpreting
 
 
-def direct(compiled, programs, device, rest):
-    """A function of the first arguments of a compiled kernel that launches it on a device's current stream.
+class Direct:
+    """Launches a compiled kernel of one dimension of `programs` on a device's current stream, given addresses.
 
-    compiled: what Triton returns from a launch, which has one dimension of `programs`. rest: the other arguments, in
-    order, constexprs included. Pointers may be tensors or addresses. Profilers that hook into Triton are served.
+    compiled: what Triton returns from a launch. rest: the arguments after the tensors, in order, constexprs included.
+    blocks: the places among the tensors that take a tensor descriptor, ascending. Profilers that hook into Triton are
+    served.
     """
-    from triton import knobs
-    from triton.runtime import driver
 
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of = driver.active.get_current_stream
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    def __init__(self, compiled, programs, device, rest, blocks=()):
+        from triton import knobs
+        from triton.runtime import driver
 
-    def launch(args):
-        if any(getattr(hook, "calls", hook) for hook in hooks):
-            compiled[programs, 1, 1](*args, *rest)
-        else:
-            run(programs, 1, 1, stream_of(device), function, packed, None, None, None, *args, *rest)
+        self.compiled, self.programs, self.device, self.rest = compiled, programs, device, rest
+        self.run, self.function = compiled.run, compiled.function
+        self.stream_of = driver.active.get_current_stream
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        self.entering, self.leaving = (getattr(hook, "calls", hook) for hook in hooks)
+        self.behind = (compiled.packed_metadata, None, None, None)
+        self.blocks = dict.fromkeys(blocks)
+        self.boxes = {}  # what stands for a descriptor among the arguments, by place and address
+        if _passes_on(self.run):  # what Triton's launcher would add to its arguments follows from the kernel
+            self.behind = (self.run.launch_cooperative_grid, self.run.launch_pdl, None, None, *self.behind)
+            self.run = self.run.launch
+            self._open(blocks)
 
-    return launch
+    def _open(self, blocks):
+        """Take the C function out of what makes descriptors for it on every launch."""
+        code = getattr(self.run, "__code__", None) if blocks else None
+        held = dict(zip(code.co_freevars, self.run.__closure__ or ())) if code else {}
+        if {"launcher", "tensordesc_meta"} <= set(held):
+            metas = held["tensordesc_meta"].cell_contents
+            if len(metas) == len(blocks) and all(metas):
+                self.run, self.blocks = held["launcher"].cell_contents, dict(zip(blocks, metas))
+
+    def __call__(self, addresses, describe):
+        """describe(i) is the tensor descriptor of argument i, which `addresses` has the address of."""
+        if self.entering or self.leaving:
+            for i in self.blocks:
+                addresses[i] = describe(i)
+            self.compiled[self.programs, 1, 1](*addresses, *self.rest)
+            return
+        if self.blocks:
+            addresses = self._boxed(addresses, describe)
+        stream = self.stream_of(self.device)
+        self.run(self.programs, 1, 1, stream, self.function, *self.behind, *addresses, *self.rest)
+
+    def _boxed(self, addresses, describe):
+        """The addresses with what the launcher takes for a descriptor, which is made once for each address."""
+        found, start = [], 0
+        for i, meta in self.blocks.items():
+            box = self.boxes.get((i, addresses[i]))
+            if box is None:
+                box = [describe(i)]
+                if meta is not None:
+                    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+                    if len(self.boxes) >= 256:
+                        self.boxes.clear()
+                    box = self.boxes[i, addresses[i]] = make_tensordesc_arg(box[0], meta)
+            found += addresses[start:i]
+            found += box
+            start = i + 1
+        return found + addresses[start:]
+
+
+def _passes_on(run):
+    """Whether Triton's launcher only hands its arguments on to its C function: that of 3.6, for a kernel that needs no
+    memory from the host."""
+    needs = [getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+    return not any(needs) and hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
 
 
 def _mend_interpreter() -> None:

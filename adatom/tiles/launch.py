@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adatom.tiles.compat import direct
+from adatom.tiles.compat import Direct
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], int], None]
 _observer: Observer | None = None
@@ -70,17 +70,20 @@ class Launch:
         """None stands for a tensor that the kernel does not look at."""
         q = tensors[0]
         assert q is not None
-        given = [q if t is None else t for t in tensors]
         if self._direct is not None and _observer is None:
-            self._direct([self._descriptor(i, t) if i in self.blocks else t.data_ptr() for i, t in enumerate(given)])
+            somewhere = q.data_ptr()
+            addresses = [somewhere if t is None else t.data_ptr() for t in tensors]
+            self._direct(addresses, lambda i: self._descriptor(i, q if tensors[i] is None else tensors[i]))
             return
+        given = [q if t is None else t for t in tensors]
         args = tuple(self._descriptor(i, t) if i in self.blocks else t for i, t in enumerate(given))
         compiled = launch(self.kernel, self.programs, (*args, *self.scalars), self.meta, self.spill)
         if compiled is not None:
             constexprs = [self.meta[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
-            self._direct = direct(compiled, self.programs, q.get_device(), (*self.scalars, *constexprs))
+            rest, blocks = (*self.scalars, *constexprs), tuple(sorted(self.blocks))
+            self._direct = Direct(compiled, self.programs, q.get_device(), rest, blocks)
 
-    def _descriptor(self, i: int, x: torch.Tensor) -> Any:
+    def _descriptor(self, i: int, x: Any) -> Any:
         """A descriptor of argument i. Shapes are those of the first call, so all its fields but one are too."""
         if i not in self._like:
             made = self.describe(x, self.blocks[i])

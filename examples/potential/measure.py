@@ -6,53 +6,16 @@ The crystal is MgO, rattled: the densest of the training set, so the one with th
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 
-from adatom.bench.timing import Clock, Job, Timing, interleave, peak_bytes
-from adatom.potential.graph import Graph, graph
+from adatom.bench.science import CELLS, inference, magnesia, step
+from adatom.bench.timing import Clock, Timing, interleave, peak_bytes
+from adatom.potential.graph import graph
 from adatom.potential.model import Potential, fused, plain
-
-Tensor = torch.Tensor
-CELLS = {64: (2, 2, 2), 256: (4, 4, 2), 1024: (8, 4, 4), 4096: (8, 8, 8), 16384: (16, 16, 8)}  # atoms: unit cells
-
-
-def magnesia(cells: tuple[int, int, int], lattice: float = 4.21) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers, positions, cell) of rocksalt, 8 atoms a cell, displaced by 0.05 Å."""
-    faces = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
-    basis = np.concatenate([faces, faces + [0.5, 0, 0]])
-    corners = np.stack(np.meshgrid(*map(np.arange, cells), indexing="ij"), -1).reshape(-1, 3)
-    x = lattice * (corners[:, None] + basis).reshape(-1, 3)
-    shaken = x + 0.05 * np.random.default_rng(0).normal(size=x.shape)
-    return np.tile([12] * 4 + [8] * 4, len(corners)), shaken, lattice * np.diag(cells)
-
-
-def step(model: Potential, g: Graph, target: Tensor) -> Job:
-    """A step of training on energy, forces and stress: forward, backward and double backward."""
-
-    def job() -> Iterator[str]:
-        model.zero_grad()
-        found = model.predict(g, training=True)
-        loss = (found.forces - target).abs().mean() + found.energies.abs().sum() / len(target)
-        (loss + found.stresses.abs().sum()).backward()
-        yield "step"
-
-    return job
-
-
-def inference(model: Potential, g: Graph) -> Job:
-    """Energy, forces and stress, as in molecular dynamics."""
-
-    def job() -> Iterator[str]:
-        model.predict(g)
-        yield "forces"
-
-    return job
 
 
 def compare(atoms: int, device: torch.device, milliseconds: float, **options: Any) -> list[dict[str, Any]]:

@@ -7,19 +7,21 @@ import math
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from adatom.check import require
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
+    apply,
     apply_planned,
     attention_compiled,
     attention_fwd,
     ready,
 )
 from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
-from adatom.signature import signature
+from adatom.signature import signature, watched
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -86,7 +88,7 @@ def attention(
     rows = q.shape[:2] if isinstance(q, torch.Tensor) and q.dim() == 5 else None
     if rows is not None:
         q, k, v, bias, kv_lens = _without_rows(q, k, v, bias, kv_lens)
-    plan = _planned((q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision), backend, return_lse)
+    plan = _planned((q, k, v, bias, sinks, kv_lens), (causal, window, softcap, scale, precision), backend, return_lse)
     if plan is not None:
         results = plan.call(q, k, v, bias, sinks, kv_lens)
     else:
@@ -173,8 +175,11 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
             NotImplementedError,
         )
         return attention_compiled(*x, *o, backend)
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # forward mode needs no grad mode
+    if torch._C._are_functorch_transforms_active():
         return Attention.apply(*x, *o, backend)
+    wanted = any(t is not None and t.requires_grad for t in x[:5])
+    if torch.is_grad_enabled() and wanted or forward_ad._current_level >= 0:  # forward mode needs no grad mode
+        return apply(Attention, *unwrap_dead_wrappers(x), *o, backend)
     return attention_fwd(*x, *o, backend)
 
 
@@ -186,53 +191,61 @@ class _Plan:
         self.o, self.options, self.return_lse = o, (*o, backend), return_lse
         self.launch, self.memo = ready(("attention", key), "attention_fwd", x, o, backend, False)
 
-    def call(self, *tensors: torch.Tensor | None) -> Any:
-        """`attention` of q, k, v, bias, sinks and kv_lens, differentiable if one of them wants it."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            return apply_planned(self, *tensors)
-        out, lse = self(*tensors)
-        return (out, lse) if self.return_lse else out
+    def call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        kv_lens: torch.Tensor | None,
+    ) -> Any:
+        """`attention` of these, differentiable if one of them wants it."""
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or bias is not None
+            and bias.requires_grad
+            or sinks is not None
+            and sinks.requires_grad
+        ):
+            return apply_planned(self, q, k, v, bias, sinks, kv_lens)
+        results = self(q, k, v, bias, sinks, kv_lens)
+        return results if self.return_lse else results[0]
 
-    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+    def __call__(self, q: torch.Tensor, *others: torch.Tensor | None) -> Any:
         """(out, lse)."""
-        x = Remembered.of((*tensors, None, None), self.memo)
-        return on_device(self.launch, x.q, x, self.o)
+        return on_device(self.launch, q, Remembered.of((q, *others, None, None), self.memo), self.o)
 
 
 _plans: dict[Any, _Plan] = {}
 
 
-def _planned(args: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
-    """The plan of a call, `args` being those of `_checked`; None for those that are traced, profiled, transformed,
-    cast or copied, and for tensors that are not on a GPU."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
-        or torch.is_autocast_enabled("cuda")
-        or forward_ad._current_level >= 0
-    ):
+def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
+    """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision); None
+    for those that are traced, profiled, transformed, cast or copied, and for tensors that are not on a GPU."""
+    if watched():
         return None
-    if any(isinstance(a, torch.Tensor) for a in (*args[4:7], *args[9:])):
-        return None  # an option's value is not in the signature of a tensor
-    key = signature(args)
+    key = signature(tensors)
     if key is None:
         return None
     try:
-        plan = _plans.get((key, backend, return_lse))
-    except TypeError:  # a list among the arguments
+        plan = _plans.get((key, options, backend, return_lse))
+    except TypeError:  # a list among the options
         return None
     if plan is None:
-        x, o = _checked(*args)
-        q, k, v, bias, *_, sinks, kv_lens, _, _ = args
-        if any(a is not b for a, b in zip(x, (q, k, v, bias, sinks, kv_lens))):
+        if any(isinstance(option, torch.Tensor) for option in options):
+            return None  # its value is not in the key
+        q, k, v, bias, sinks, kv_lens = tensors
+        causal, window, softcap, scale, precision = options
+        x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
+        if any(a is not b for a, b in zip(x, tensors)):
             return None
         if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
             _plans.clear()
-        plan = _plans[key, backend, return_lse] = _Plan((key, backend), x, o, backend, return_lse)
+        made = _Plan((key, options, backend), x, o, backend, return_lse)
+        plan = _plans[key, options, backend, return_lse] = made
     return plan
 
 

@@ -17,7 +17,7 @@ from torch.autograd import Function, forward_ad
 from adatom.operators import on_device, vmap_rule
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
-from adatom.signature import signature
+from adatom.signature import signature, watched
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens, "
@@ -59,26 +59,30 @@ _N_CALL = _N_INPUTS + _N_OPTIONS + 1  # the tensors, the options, the backend
 _ready: dict[Any, tuple[Any, dict[str, Any]]] = {}  # signature of a call -> its launcher, and the launcher's memo
 
 
-def ready(key: Any, op: str, x: Inputs, o: Options, backend: str | None, bias_grad: bool) -> tuple[Any, dict[str, Any]]:
+def ready(
+    key: Any, op: str, tensors: tuple[Any, ...], o: Options, backend: str | None, bias_grad: bool
+) -> tuple[Any, dict[str, Any]]:
     """The launcher for a call whose signature is `key`, and the memo that its calls share."""
     found = _ready.get(key)
     if found is None:
         if len(_ready) >= 4096:  # lengths that never repeat must not fill the memory
             _ready.clear()
-        found = _ready[key] = load(choose(op, problem(x, o, bias_grad), backend).target), {}
+        found = _ready[key] = load(choose(op, problem(Inputs(*tensors), o, bias_grad), backend).target), {}
     return found
 
 
 def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch.Tensor | None, ...]:
     """Choose a row for the call that `args` begins with, and launch it with the rest of `args`."""
-    x, o, backend = Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS : _N_CALL - 1]), args[_N_CALL - 1]
-    key = signature(args)
+    tensors, numbers, rest = args[:_N_INPUTS], args[_N_INPUTS:_N_CALL], args[_N_CALL:]
+    o, backend = Options(*numbers[:-1]), numbers[-1]
+    key = signature(tensors + rest)
     if key is None:
+        x = Inputs(*tensors)
         launch = load(choose(op, problem(x, o, bias_grad), backend).target)
     else:
-        launch, memo = ready((op, key), op, x, o, backend, bias_grad)
-        x = Remembered.of(x, memo)
-    return on_device(launch, x.q, x, o, *args[_N_CALL:])
+        launch, memo = ready((op, key, numbers), op, tensors, o, backend, bias_grad)
+        x = Remembered.of(tensors, memo)
+    return on_device(launch, x.q, x, o, *rest)
 
 
 def _rows_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -89,10 +93,14 @@ def _fwd(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _run("attention_fwd", args)  # type: ignore[return-value]
 
 
-def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+def _grads(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """attention_bwd, with None for what nobody asked for."""
     *head, dout, dlse, bias_grad = args
-    grads = _run("attention_bwd", (*head, _rows_contiguous(dout), dlse, bias_grad), bias_grad)
-    return tuple(absent(args[0]) if g is None else g for g in grads)
+    return _run("attention_bwd", (*head, _rows_contiguous(dout), dlse, bias_grad), bias_grad)
+
+
+def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(absent(args[0]) if g is None else g for g in _grads(*args))
 
 
 def _bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -187,7 +195,11 @@ class PlannedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
-        differentiate = partial(_apply, AttentionBackward) if _further() else attention_bwd
+        differentiate: Any = attention_bwd
+        if _further():
+            differentiate = partial(apply, AttentionBackward)
+        elif not watched() and signature((dout, dlse)) is not None:
+            differentiate = _grads  # past the dispatcher
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
 
 
@@ -196,7 +208,7 @@ def _further() -> bool:
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
-def _apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[Function], *args: Any) -> Any:
     """function.apply(*args). It binds arguments by name for functorch; without functorch this takes half the time."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -218,7 +230,9 @@ def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, f
     if dout is None:
         dout = torch.zeros_like(out)
     bias_grad = ctx.needs_input_grad[first + 3]
-    grads = differentiate(*inputs, *ctx.options, out.detach(), lse.detach(), dout, dlse, bias_grad)
+    if _further():
+        out, lse = out.detach(), lse.detach()
+    grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, bias_grad)
     dq, dk, dv, dbias, dsinks = grads
     return (
         dq,
@@ -293,7 +307,7 @@ class AttentionBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        differentiate = partial(_apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
+        differentiate = partial(apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
         return _backward_of_backward(ctx, cotangents, differentiate)
 
     @staticmethod

@@ -38,7 +38,7 @@ class Remembered(Inputs):
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor | None], memo: dict[str, Any]) -> Remembered:
-        self = cls(*tensors)  # type: ignore[arg-type]
+        self = tuple.__new__(cls, tensors)
         self.memo = memo
         return self
 
@@ -193,8 +193,8 @@ def absent(x: torch.Tensor) -> torch.Tensor:
 
 def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """An unwritten output for queries q and values v, whose memory order follows q (heads may lie inside length)."""
-    if q.shape[-1] == v.shape[-1]:
-        return empty_like(q)
+    if q.size(-1) == v.size(-1):
+        return torch.empty_like(q)
     *lead, _ = q.shape
     if q.dim() == 4 and q.stride(1) < q.stride(2):
         batch, heads, seqlen_q = lead
@@ -204,5 +204,8 @@ def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """An unwritten float32 (float64 for float64 inputs) lse: (batch, heads, seqlen_q), packed (heads, tokens)."""
-    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if q.dim() == 4:  # this takes half the time of new_empty
+        batch, heads, length, _ = q.shape
+        return torch.empty_strided((batch, heads, length), (heads * length, length, 1), dtype=dtype, device=q.device)
+    return q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)

@@ -9,6 +9,7 @@ go to PyTorch's own flash attention.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -73,20 +74,41 @@ def _stored(result: Tensor, like: Tensor) -> Tensor:
     return result if result.stride() == like.stride() else empty_like(like).copy_(result)
 
 
+def _alone(mask: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+    """These with each head as a batch element, where that takes no copy; else as they are.
+
+    PyTorch's flash attention puts the heads of its results inside the length: those of a single head lie as q does.
+    """
+    if not all(t.is_contiguous() for t in tensors):
+        return mask, *tensors
+    if mask is not None:
+        batch, heads = mask.shape[:2]
+        if batch * heads not in (1, tensors[0].shape[0] * tensors[0].shape[1]):
+            return mask, *tensors
+        if batch > 1 and heads > 1 and mask.stride(0) != heads * mask.stride(1):
+            return mask, *tensors
+        mask = mask.flatten(0, 1)[:, None]
+    return mask, *(t.flatten(0, 1)[:, None] for t in tensors)
+
+
 def _plain_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     q, k, v = x.q, x.k, x.v
     if _foldable(x, o):
         q = _fold(q, k.shape[1])
     else:
         k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
-    mask = _mask(x)
+    mask, q, k, v = _alone(_mask(x), q, k, v)
     causal = o.causal and x.q.shape[2] > 1  # one query sees every key, however many heads are folded into rows
     result, result_lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=o.scale)
-    lse = empty_lse(x.q)
-    lse.copy_(result_lse.reshape(lse.shape))
     if mask is not None:  # it gives 0 to a row that sees nothing
-        lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
-    return _stored(result, x.q), lse
+        result_lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
+    return _stored(result, x.q), result_lse.reshape(x.q.shape[:3]).contiguous()
+
+
+def _summed(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of keys that several heads share, given that of each of those."""
+    grad = wide(grad).reshape(like.shape[0], like.shape[1], -1, *like.shape[2:])
+    return grad.sum(2).to(like.dtype)
 
 
 def _plain_backward(
@@ -95,17 +117,16 @@ def _plain_backward(
     q, k, v = x.q, x.k, x.v
     if _foldable(x, o):
         q, out, dout = (_fold(t, k.shape[1]) for t in (q, out, dout))
-        lse = lse.reshape(q.shape[:3])
     else:
         k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
-    mask = _mask(x)
+    mask, q, k, v, out, dout = _alone(_mask(x), q, k, v, out, dout)
+    lse = lse.reshape(q.shape[:3])
     if mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
     causal = o.causal and x.q.shape[2] > 1
     dq, *shared = _flash_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=o.scale)
     dk, dv = (
-        _stored(grad if grad.shape == t.shape else wide(grad).unflatten(1, (t.shape[1], -1)).sum(2).to(t.dtype), t)
-        for grad, t in zip(shared, (x.k, x.v))
+        _stored(grad if grad.numel() == t.numel() else _summed(grad, t), t) for grad, t in zip(shared, (x.k, x.v))
     )
     return _stored(dq, x.q), dk, dv
 
