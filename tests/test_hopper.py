@@ -166,6 +166,29 @@ def test_what_a_tile_visits(shape, sharing):
                 assert at == (m, hk * sharing + h, first + h * stride + m)
 
 
+@pytest.mark.parametrize("inside", [0, 3])
+@pytest.mark.parametrize("programs", [1, 7, 11])
+def test_each_tile_is_taken_once_and_heads_stay_whole(programs, inside):
+    heads, n_blocks = 11, 3
+    plan = SimpleNamespace(INSIDE=inside)
+    seen = []
+    for program in range(programs if inside else heads * n_blocks):
+        device = SimpleNamespace(
+            program_id=lambda _, at=program: at,
+            num_programs=lambda _, inside=inside: programs if inside else heads * n_blocks,
+            where=lambda c, a, b: a if c else b,
+        )
+        t = as_python(feed.first_tile, gl=device)(n_blocks, plan)
+        mine = []
+        while t < heads * n_blocks:
+            mine.append(t)
+            t = as_python(feed.tile_behind, gl=device)(t, n_blocks, plan)
+        if inside:
+            assert [t % n_blocks for t in mine] == list(range(n_blocks)) * (len(mine) // n_blocks)
+        seen += mine
+    assert sorted(seen) == list(range(heads * n_blocks))
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("bias_shape", [(1, 6), (1, 1), (2, 6), (2, 1), (4, 6), (4, 1)])
 def test_the_sum_of_a_bias_takes_each_sharer_once(bias_shape, parts):
