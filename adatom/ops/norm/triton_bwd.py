@@ -124,12 +124,12 @@ def _bwd_kernel(H, Weight, Mean, Rstd, DY, DH, DX, SumsW, SumsB, h0, h1, h2, y0,
             if DB:
                 sums_b += dy
         _finish(at_dx + j, at_dh + j, u, g, mean_ug, mean_g, rstd, m, CENTRED, HAS_DH, "")
-    at = tl.cast(pid, tl.int64) * length + j
+    at = tl.cast(pid, tl.int64) * length
     m_j = mask_of(0, j, 1, length, True, EVEN_N)
     if DW:
-        tl.store(SumsW + at, tl.sum(sums_w, 0, keep_dims=True), mask=m_j)
+        tl.store(SumsW + at + j, tl.sum(sums_w, 0, keep_dims=True), mask=m_j)
     if DB:
-        tl.store(SumsB + at, tl.sum(sums_b, 0, keep_dims=True), mask=m_j)
+        tl.store(SumsB + at + j, tl.sum(sums_b, 0, keep_dims=True), mask=m_j)
 
 
 @triton.jit(do_not_specialize=["n1", "n2", "rows"])
