@@ -91,7 +91,7 @@ ROWS: tuple[Row, ...] = (
     Row("moe_fwd", "hopper_any", "moe.hopper_moe:forward", moe.hopper_any),
     Row("moe_fwd", "torch", "moe.torch_moe:forward", moe.torch_moe),
     Row("moe_fwd", "reference", "moe.reference:forward", moe.reference),
-    Row("moe_bwd", "hopper", "moe.hopper_moe:backward", moe.hopper),
+    Row("moe_bwd", "hopper", "moe.hopper_moe:backward", moe.hopper_bwd),
     Row("moe_bwd", "triton", "moe.triton_moe:backward", moe.triton),
     Row("moe_bwd", "hopper_any", "moe.hopper_moe:backward", moe.hopper_any),
     Row("moe_bwd", "torch", "moe.torch_moe:backward", moe.torch_moe),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adatom
 from adatom.nn import MoE
@@ -210,10 +211,52 @@ def test_bad_input_of_the_loss_is_answered():
         adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), mask=torch.ones(3))
 
 
-def test_forward_mode_is_refused():
-    x, logits, up, down = torch.randn(4, 8), torch.randn(4, 3), torch.randn(3, 10, 8), torch.randn(3, 8, 5)
-    with pytest.raises(NotImplementedError, match="no forward mode"):
-        torch.func.jvp(lambda v: adatom.moe(v, logits, up, down, top_k=2), (x,), (x,))
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, on the first use
+def test_forward_mode_carries_tangents():
+    """Of values and of gradients, to x, the router and the experts; a dropped pair has none."""
+    shapes = ((6, 8), (6, 3), (3, 10, 8), (3, 8, 5))
+    given, tangents = (tuple(torch.randn(s, dtype=torch.float64) for s in shapes) for _ in range(2))
+    route = {"top_k": 2, "capacity": 3}
+
+    def ours(x, logits, up, down):
+        return adatom.moe(x, logits, up, down, **route)
+
+    def plain(x, logits, up, down):
+        weights, indices = adatom.moe_route(logits, **route)
+        shares = [torch.where(indices == e, weights, 0).sum(1, keepdim=True) for e in range(3)]
+        return sum(s * adatom.swiglu(x, *u.chunk(2)) @ d.mT for s, u, d in zip(shares, up, down))
+
+    assert (adatom.moe_route(given[1], **route)[1] == 3).any()
+    for f in (lambda g: g, lambda g: torch.func.grad(lambda *a: g(*a).square().sum(), argnums=(0, 1, 2, 3))):
+        got, want = (torch.func.jvp(f(g), given, tangents) for g in (ours, plain))
+        torch.testing.assert_close(got, want)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(given[0], tangents[0])
+        got = torch.autograd.forward_ad.unpack_dual(ours(dual, *given[1:])).tangent
+    torch.testing.assert_close(got, torch.func.jvp(lambda x: plain(x, *given[1:]), given[:1], tangents[:1])[1])
+
+
+class _Calls(TorchDispatchMode):
+    """Counts adatom's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names += [op.name()] if op.namespace == "adatom" else []
+        return op(*args, **(kwargs or {}))
+
+
+def test_second_derivatives_of_frozen_experts_cost_no_sums_over_them():
+    up, down = torch.randn(3, 10, 8), torch.randn(3, 8, 5)
+    x, logits = torch.randn(6, 8, requires_grad=True), torch.randn(6, 3)
+    for experts in (False, True):
+        given = up.clone().requires_grad_(experts), down.clone().requires_grad_(experts)
+        (dx,) = torch.autograd.grad(adatom.moe(x, logits, *given, top_k=2).sum(), x, create_graph=True)
+        with _Calls() as calls:
+            dx.square().sum().backward()
+        assert calls.names.count("adatom::moe_outer") == (3 if experts else 0)
 
 
 def test_weights_of_tiny_scores_add_up_to_one():

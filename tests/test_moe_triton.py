@@ -78,7 +78,7 @@ def test_order_and_sums():
         ("f32 relu", "f32 gelu", "bf16 gelu_tanh", "bf16 none", "f16 even"),
         ("bf16 dropped", "bf16 all dropped", "bf16 twice", "bf16 skewed"),
         ("bf16 narrow", "f16 strides", "bf16 transposed", "bf16 odd", "bf16 one token", "f32 one expert"),
-        ("bf16 recompute", "f32 recompute gelu_tanh"),
+        ("bf16 recompute", "f32 recompute gelu_tanh", "bf16 one token recompute", "f16 one token dropped"),
     ],
     ids=("dtypes", "routing", "layouts", "recompute"),
 )

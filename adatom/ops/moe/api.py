@@ -13,6 +13,7 @@ from adatom.ops.linear.problem import ACTIVATIONS, rows_of
 from adatom.ops.moe.op import moe_fwd
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
 from adatom.ops.moe.routing import moe_route
+from adatom.ops.moe.torch_moe import differentiable
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -79,17 +80,16 @@ def moe_routed(
 
     Returns:
         (..., hidden) of x's dtype, contiguous; a token's experts are added in float32. Differentiable to any order with
-        respect to all but indices; every result is deterministic. No host synchronisation.
+        respect to all but indices; every result is deterministic. No host synchronisation. In forward mode PyTorch's
+        operators compute it.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message prints them.
         NotImplementedError: no kernel, or not the one asked for, takes this problem; the message lists the reasons.
     """
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
-    if forward_ad._current_level >= 0:
-        raise NotImplementedError(
-            "adatom: moe has no forward mode; use reverse mode (torch.autograd.grad, torch.func.vjp)"
-        )
+    if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
+        return differentiable(given, o).view(shape)
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return moe_fwd(*given, *o, backend, wants and not recompute)[0].view(shape)
 

@@ -173,6 +173,8 @@ SMALL: tuple[Case, ...] = (
     _case("bf16 transposed", 30, 24, 16, 5, 2, BF16, layout="t"),
     _case("bf16 odd", 37, 13, 7, 5, 2, BF16),
     _case("bf16 one token", (), 32, 24, 6, 2, BF16),
+    _case("bf16 one token recompute", (), 256, 24, 6, 2, BF16, recompute=True),
+    _case("f16 one token dropped", 1, 264, 21, 6, 5, F16, "gelu", recompute=True, routing="dropped", layout="xw"),
     _case("bf16 no tokens", (0, 3), 32, 24, 6, 2, BF16),
 )
 GPU: tuple[Case, ...] = (
@@ -189,6 +191,7 @@ GPU: tuple[Case, ...] = (
     _case("bf16 strides large", (3, 500), 512, 256, 8, 2, BF16, layout="xw"),
     _case("bf16 transposed large", 1200, 512, 256, 8, 2, BF16, layout="t"),
     *(_case(f"bf16 {n} tokens", n, 1024, 512, 64, 8, BF16) for n in (1, 4, 16, 64, 256)),
+    _case("bf16 one token of 2048", 1, 2048, 768, 32, 8, BF16, recompute=True),
     _case("f16 strides large", 1200, 512, 256, 8, 2, F16, layout="xw"),
     _case("f32 large", 1000, 264, 520, 8, 2, F32),
     _case("f32 recompute large", 700, 264, 520, 8, 2, F32, "gelu", recompute=True, routing="skewed"),
@@ -200,6 +203,8 @@ COMPILE: tuple[Case, ...] = (
     _case("bf16 recompute", 4096, 512, 256, 16, 4, BF16, recompute=True),
     _case("f16 silu", 4096, 512, 256, 16, 4, F16),
     *(_case(f"bf16 {n} tokens", n, 512, 256, 16, 4, BF16) for n in (16, 64)),
+    _case("bf16 one token", 1, 512, 256, 16, 4, BF16, recompute=True),
+    _case("bf16 one token 203x107", 1, 203, 107, 16, 4, BF16, recompute=True),
     _case("bf16 coarse", 8192, 512, 256, 8, 4, BF16),
     _case("bf16 384", 8192, 384, 384, 8, 4, BF16),
     *(_case(f"bf16 {n} tokens 320x192", n, 320, 192, 16, 4, BF16) for n in (16, 4096)),

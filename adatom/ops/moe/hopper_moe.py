@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from adatom.ops.moe import triton_moe
 from adatom.ops.moe.hopper_outer import outer
 from adatom.ops.moe.hopper_products import column_tiles, lines_of, product
 from adatom.ops.moe.problem import Inputs, Options, Tensor
@@ -15,6 +16,8 @@ from adatom.ops.moe.triton_combine import combine
 from adatom.ops.moe.triton_order import order as order_of
 from adatom.ops.moe.triton_order import places_of
 from adatom.ops.moe.triton_rows import at_places, clear_dropped, spread
+
+FEW = 200  # rows of an expert, on average, below which Triton's products are faster: they gather rows themselves
 
 
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -36,6 +39,9 @@ def backward(
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dx, dweights, dw_gate_up, dw_down); the contract is in reference.py."""
+    if x.pairs < FEW * x.experts:
+        sums = lambda a, b, offsets, like: outer(a, b, offsets)  # noqa: E731
+        return triton_moe.backward(x, o, pre, order, offsets, dout, needs, sums)
     need_x, need_weights, need_gate_up, need_down = needs
     dx = dweights = dw_gate_up = dw_down = None
     lines, places, wide = lines_of(offsets, x.pairs), places_of(order), x.w_down.shape[2]

@@ -38,7 +38,7 @@ BLOCK_K = 64  # 128 bytes: the widest swizzle
 class Config(NamedTuple):
     """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
     `stages`, pieces of `piece` columns in `buffers` of each, so that a tile has a multiple of `buffers` pieces; `group`
-    tiles below each other are walked together."""
+    tiles below each other are walked together; `spill` bytes of registers it may spill."""
 
     block_m: int
     block_n: int
@@ -46,21 +46,28 @@ class Config(NamedTuple):
     piece: int
     buffers: int
     group: int = 8
+    spill: int = 0
 
 
 PLAIN = Config(64, 256, 4, 64, 2)
-GRADIENT = Config(64, 256, 4, 32, 4)  # what the forward kept takes registers
+GRADIENT = Config(64, 256, 4, 64, 1, spill=16)  # what the forward kept comes through the ring; results leave from there
+MANY = 1024  # rows of an expert, on average, from which on consumers without rows multiply too: see `Plan.SKIP`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The constexprs of a kernel, together: see `_kernel`."""
+    """The constexprs of a kernel, together: see `_kernel`.
+
+    SKIP: a consumer without rows multiplies nothing. Where such tiles are few they had better take as long as others:
+    programs that are out of step read the same weights at different times, and find them gone from L2.
+    """
 
     ACT: str
     GATED: bool
     KEEP: bool
     GRAD: bool
     COLS: bool
+    SKIP: bool
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
@@ -75,6 +82,11 @@ class Plan:
     @property
     def OUT_N(self):
         return self.BLOCK_N // self.PARTS
+
+    @property
+    def MORE(self):
+        """Uses of the ring behind a tile's sum."""
+        return self.BLOCK_N // self.PIECE if self.GRAD else 0
 
 
 @gluon.constexpr_function
@@ -118,10 +130,12 @@ def _hear(told, told_full, told_empty, turn):
 
 
 @gluon.jit
-def _producer(A, B, Lines, Taken, a_s, b_s, told, bars, N, k_tiles, PLAN: gl.constexpr):
+def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, N, k_tiles, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     PARTS: gl.constexpr = PLAN.PARTS
+    PIECE: gl.constexpr = PLAN.PIECE
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    MORE: gl.constexpr = PLAN.MORE
     BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
     full, empty, told_full, told_empty = bars
     n_lines, n_tiles = _tiles(Lines, N, PLAN)
@@ -150,20 +164,45 @@ def _producer(A, B, Lines, Taken, a_s, b_s, told, bars, N, k_tiles, PLAN: gl.con
                 else:
                     tma.async_load(B, [e, part * N + column, k * 64], bar, box)
             n += 1
+        for p in gl.static_range(MORE):
+            wait_empty(empty, n, STAGES)
+            i = slot(n, STAGES)
+            bar = full.index(i)
+            if both:
+                mbarrier.expect(bar, 4 * GateD.block_type.nbytes)
+            else:
+                mbarrier.expect(bar, 2 * GateD.block_type.nbytes)
+            for c in gl.static_range(2):
+                at = row + c * BLOCK_M
+                wanted = both | (c == 0)
+                tma.async_load(GateD, [at, column + p * PIECE], bar, kept_s.index(4 * i + 2 * c), wanted)
+                tma.async_load(RaisedD, [at, column + p * PIECE], bar, kept_s.index(4 * i + 2 * c + 1), wanted)
+            n += 1
         turn += 1
         t = following
     _tell(told, told_full, told_empty, turn, n_tiles)
 
 
 @gluon.jit
-def _emit(Out, desc, x, row, end, column, N, stride, c_s, C: gl.constexpr, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Piece NUMBER of a tile: round it, and begin to store it: by TMA if all of its rows are this expert's."""
-    BUFFERS: gl.constexpr = PLAN.BUFFERS
+def _store(Out, desc, buffer, row, end, column, N, stride, PLAN: gl.constexpr):
+    """Begin to store a piece that lies in shared memory: by TMA if all rows of the tile are this expert's."""
     LANES: gl.constexpr = PLAN.PIECE // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    if row + PLAN.BLOCK_M <= end:
+        tma.async_store(desc, [row, column], buffer)
+    else:
+        i = row + gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
+        j = column + gl.arange(0, PLAN.PIECE, gl.SliceLayout(0, LAYOUT))
+        at = Out + (i.to(gl.int64) * stride)[:, None] + j[None, :]
+        gl.store(at, buffer.load(LAYOUT), mask=(i < end)[:, None] & (j < N)[None, :])
+
+
+@gluon.jit
+def _emit(Out, desc, x, row, end, column, N, stride, c_s, C: gl.constexpr, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Piece NUMBER of a tile: round it, and begin to store it."""
+    BUFFERS: gl.constexpr = PLAN.BUFFERS
     buffer = c_s.index(C * BUFFERS + NUMBER % BUFFERS)
-    whole = row + PLAN.BLOCK_M <= end
-    if whole:
+    if row + PLAN.BLOCK_M <= end:
         tma.store_wait(BUFFERS - 1)  # what lay there before has left
     else:
         tma.store_wait(0)
@@ -171,13 +210,7 @@ def _emit(Out, desc, x, row, end, column, N, stride, c_s, C: gl.constexpr, NUMBE
     buffer.store(x.to(buffer.dtype))
     fence_async_shared()
     gl.barrier()
-    if whole:
-        tma.async_store(desc, [row, column], buffer)
-    else:
-        i = row + gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
-        j = column + gl.arange(0, PLAN.PIECE, gl.SliceLayout(0, LAYOUT))
-        at = Out + (i.to(gl.int64) * stride)[:, None] + j[None, :]
-        gl.store(at, buffer.load(LAYOUT), mask=(i < end)[:, None] & (j < N)[None, :])
+    _store(Out, desc, buffer, row, end, column, N, stride, PLAN)
 
 
 @gluon.jit
@@ -194,42 +227,56 @@ def _prefetch(Pre, row, end, column, N, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _piece(Pre, row, end, column, N, stride, PLAN: gl.constexpr):
-    """A piece of what the forward kept, in the registers of the accumulator."""
+def _gradients(acc, OutD, PreD, UpD, Out, Into, Order, Weights, Dots, a_s, kept_s, full, empty, n, row, end, column,
+               number, N, pairs, C: gl.constexpr, PLAN: gl.constexpr):
+    """The epilogue of GRAD: pieces of what the forward kept come in uses n.. of the ring, results take their place."""
+    ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
+    STAGES: gl.constexpr = PLAN.STAGES
+    MORE: gl.constexpr = PLAN.MORE
+    ROWS: gl.constexpr = PLAN.BLOCK_M
     LAYOUT: gl.constexpr = acc_layout(PIECE)
-    i = row + gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
-    j = column + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
-    mask = (i < end)[:, None] & (j < N)[None, :]
-    return gl.load(Pre + (i.to(gl.int64) * stride)[:, None] + j[None, :], mask=mask, other=0.0)
+    parts = split_columns(acc, MORE)
+    i = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    pair = gl.load(Order + i, mask=i < end, other=0)
+    w = gl.load(Weights + pair, mask=i < end, other=0.0).to(gl.float32)[:, None]
+    dots = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for p in gl.static_range(MORE):
+        c = column + p * PIECE
+        s = slot(n + p, STAGES)
+        gate_s = kept_s.index(4 * s + 2 * C)
+        up_s = kept_s.index(4 * s + 2 * C + 1)
+        out_s = a_s.index(2 * s + C)
+        wait_full(full, n + p, STAGES)
+        gate = gate_s.load(LAYOUT).to(gl.float32)
+        up = up_s.load(LAYOUT).to(gl.float32)
+        value, slope = value_and_slope(gate, ACT)
+        a = value * up
+        dots += gl.sum(a * parts[p], 1)
+        v = parts[p] * w
+        gate_s.store((v * up * slope).to(gate_s.dtype))
+        up_s.store((v * value).to(up_s.dtype))
+        out_s.store((a * w).to(out_s.dtype))
+        fence_async_shared()
+        tma.store_wait(0)  # of the piece before
+        gl.barrier()
+        if p > 0:
+            release(empty, n + p - 1, STAGES)
+        _store(Into, PreD, gate_s, row, end, c, N, 2 * N, PLAN)
+        _store(Into + N, UpD, up_s, row, end, c, N, 2 * N, PLAN)
+        _store(Out, OutD, out_s, row, end, c, N, N, PLAN)
+    gl.store(Dots + number.to(gl.int64) * pairs + i, dots, mask=i < end)
+    tma.store_wait(0)
+    gl.barrier()
+    release(empty, n + MORE - 1, STAGES)
 
 
 @gluon.jit
-def _epilogue(acc, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, c_s, row, end, column, number, N, pairs,
-              C: gl.constexpr, PLAN: gl.constexpr):
+def _epilogue(acc, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C: gl.constexpr, PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
     PIECES: gl.constexpr = PLAN.OUT_N // PIECE
-    ROWS: gl.constexpr = PLAN.BLOCK_M
-    if PLAN.GRAD:
-        parts = split_columns(acc, PIECES)
-        i = row + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout(PIECE)))
-        pair = gl.load(Order + i, mask=i < end, other=0)
-        w = gl.load(Weights + pair, mask=i < end, other=0.0).to(gl.float32)[:, None]
-        dots = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, acc_layout(PIECE)))
-        for p in gl.static_range(PIECES):
-            c = column + p * PIECE
-            gate = _piece(Pre, row, end, c, N, 2 * N, PLAN).to(gl.float32)
-            up = _piece(Pre + N, row, end, c, N, 2 * N, PLAN).to(gl.float32)
-            value, slope = value_and_slope(gate, ACT)
-            a = value * up
-            dots += gl.sum(a * parts[p], 1)
-            v = parts[p] * w
-            _emit(Into, PreD, v * up * slope, row, end, c, N, 2 * N, c_s, C, 3 * p, PLAN)
-            _emit(Into + N, UpD, v * value, row, end, c, N, 2 * N, c_s, C, 3 * p + 1, PLAN)
-            _emit(Out, OutD, a * w, row, end, c, N, N, c_s, C, 3 * p + 2, PLAN)
-        gl.store(Dots + number.to(gl.int64) * pairs + i, dots, mask=i < end)
-    elif PLAN.GATED:
+    if PLAN.GATED:
         gates, ups = split_columns(acc, 2)
         gates = split_columns(gates, PIECES)
         ups = split_columns(ups, PIECES)
@@ -247,12 +294,13 @@ def _epilogue(acc, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, c_s, r
 
 
 @gluon.jit
-def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N, k_tiles,
-              pairs, C: gl.constexpr, PLAN: gl.constexpr):
+def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told, bars, N,
+              k_tiles, pairs, C: gl.constexpr, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     COLS: gl.constexpr = PLAN.COLS
+    MORE: gl.constexpr = PLAN.MORE
     full, empty, told_full, told_empty = bars
     n_lines, n_tiles = _tiles(Lines, N, PLAN)
     n = 0
@@ -261,41 +309,53 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
     while t < n_tiles:
         _, row, end, column, number = _tile(t, Lines, n_lines, N, PLAN)
         row += BLOCK_M * C
-        if row < end:
+        passed = n
+        n += k_tiles
+        if (not PLAN.SKIP) | (row < end):
             if PLAN.GRAD:
                 _prefetch(Pre, row, end, column, N, PLAN)
-            acc = multiply(a_s, b_s, full, empty, n, k_tiles, None, 1, C, 2, False, COLS, BLOCK_M, BLOCK_N, STAGES)
-            _epilogue(acc, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, c_s, row, end, column, number, N,
-                      pairs, C, PLAN)
-        else:  # keeps pace with the ring: a wait for a later use, by parity, would take an older lap for it
-            for k in range(n, n + k_tiles):
-                wait_full(full, k, STAGES)
-                release(empty, k, STAGES)
-        n += k_tiles
+            acc = multiply(a_s, b_s, full, empty, passed, k_tiles, None, 1, C, 2, False, COLS, BLOCK_M, BLOCK_N, STAGES)
+            passed = n
+            if row < end:
+                if PLAN.GRAD:
+                    _gradients(acc, OutD, PreD, UpD, Out, Into, Order, Weights, Dots, a_s, kept_s, full, empty, n, row,
+                               end, column, number, N, pairs, C, PLAN)
+                    passed += MORE
+                else:
+                    _epilogue(acc, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C, PLAN)
+        n += MORE
+        for k in range(passed, n):  # what it does not use: a wait for a later use, by parity, would take an older lap
+            wait_full(full, k, STAGES)
+            release(empty, k, STAGES)
         turn += 1
         t = _hear(told, told_full, told_empty, turn)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["k_tiles", "pairs"])
-def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles, pairs,
-            ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
-            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
-            BUFFERS: gl.constexpr, GROUP: gl.constexpr):
+def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles,
+            pairs, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
+            SKIP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+            PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
     a_s = gl.allocate_shared_memory(A.dtype, [2 * STAGES] + A.block_type.shape, A.layout)
     b_parts = gl.allocate_shared_memory(B.dtype, [PARTS * STAGES, SHAPE[1], SHAPE[2]], FLAT)
     b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], FLAT) if GATED else b_parts
-    c_s = gl.allocate_shared_memory(OutD.dtype, [2 * BUFFERS] + OutD.block_type.shape, OutD.layout)
+    if GRAD:  # pieces of the gate and of up, of both consumers, where a step of B lies
+        kept_s = b_parts.reinterpret(B.dtype, [4 * STAGES, BLOCK_M, PIECE], OutD.layout)
+        c_s = kept_s
+    else:
+        kept_s = a_s
+        c_s = gl.allocate_shared_memory(OutD.dtype, [2 * BUFFERS] + OutD.block_type.shape, OutD.layout)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = (make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(2, 1), make_barriers(2, 2))
     fence_async_shared()
@@ -304,11 +364,11 @@ def _kernel(A, B, OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, 
     wait_for_previous(True)
     N = N // 8 * 8  # as it is: the compiler learns that 16 bytes of a row lie together
     gl.warp_specialize([
-        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N,
-                     k_tiles, pairs, 0, PLAN)),
-        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, told, bars, N,
-                     k_tiles, pairs, 1, PLAN)),
-        (_producer, (A, B, Lines, Taken, a_s, b_parts, told, bars, N, k_tiles, PLAN)),
+        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told, bars,
+                     N, k_tiles, pairs, 0, PLAN)),
+        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told, bars,
+                     N, k_tiles, pairs, 1, PLAN)),
+        (_producer, (A, B, GateD, RaisedD, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, k_tiles, PLAN)),
     ], [4, 1], [240, 24])
 
 
@@ -322,6 +382,7 @@ class Lines(NamedTuple):
 
 def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Launch:
     a, b, out, *_, table, _ = tensors
+    k_tiles = -(-a.shape[1] // BLOCK_K)
     device, columns, pairs = facts(a.device), out.shape[1], a.shape[0]
     gated = keep or (act != "" and not grad)
     config = GRADIENT if grad else PLAIN
@@ -332,6 +393,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
         KEEP=keep,
         GRAD=grad,
         COLS=cols,
+        SKIP=pairs < MANY * b.shape[0],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
@@ -348,9 +410,11 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
         "OutD": result,
         "PreD": result,
         "UpD": result,
+        "GateD": result,
+        "RaisedD": result,
     }
     programs = min((table.shape[0] - 1) * -(-columns // out_n), device.sms)
-    return Launch(_kernel, programs, (columns, -(-a.shape[1] // BLOCK_K), pairs), meta, 0, blocks)
+    return Launch(_kernel, programs, (columns, k_tiles, pairs), meta, config.spill, blocks)
 
 
 def product(
@@ -363,10 +427,9 @@ def product(
     act: gated, and `pre` (pairs, 2 * columns) kept if given. With `into`, like pre: the gradient of that from `pre`.
     which: of the counters, one that no other launch takes.
     """
-    n, kept = out.shape[1], pre if into is None else into
-    halves = (None, None) if kept is None else (kept[:, :n], kept[:, n:])
+    n, grad = out.shape[1], into is not None
+    halves = tuple(None if t is None else t[:, i : i + n] for t in (into if grad else pre, pre) for i in (0, n))
     tensors = (a, matrices, out, *halves, out, pre, into, order, weights, dots, lines.table, lines.taken[which])
-    grad = into is not None
     remembered(_launch, tensors, act, pre is not None and not grad, grad, cols)(*tensors)
 
 

@@ -42,6 +42,15 @@ def hopper(p: Problem) -> str | None:
     return None
 
 
+def hopper_bwd(p: Problem) -> str | None:
+    """The same for the backward, whose gradients of experts' matrices are faster from fewer rows on."""
+    if (why := hopper_any(p)) is not None:
+        return why
+    if p.tokens * p.top_k < 100 * p.experts:
+        return "has not been measured with fewer than 100 rows of an expert on average"
+    return None
+
+
 def triton(p: Problem) -> str | None:
     """The Triton kernels: sm_80 and later, but for float64."""
     if p.device.kind == "cpu":

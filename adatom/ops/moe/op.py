@@ -116,6 +116,8 @@ def _backward_of_backward(ctx: Any, cx: Any, cweights: Any, cgate_up: Any, cdown
     ddh = C W^T + X cgate_up^T, and of w a comes q = D cdown; what they leave on h, v and w goes on as in a backward.
     """
     x, weights, indices, w_gate_up, w_down, order, offsets, dout = ctx.saved_tensors
+    need_x, need_weights, _, need_gate_up, need_down = ctx.needs_input_grad[:5]
+    need_dout = ctx.needs_input_grad[10]
     if all(c is None for c in (cx, cweights, cgate_up, cdown)):
         return (None,) * 15
     gate, (tokens, top_k) = Options(ctx.activation).gate, indices.shape
@@ -150,17 +152,21 @@ def _backward_of_backward(ctx: Any, cx: Any, cweights: Any, cgate_up: Any, cdown
     if q is not None:
         dw, dz = dw + (q * a).sum(1), dz + gradient(h, w * q, gate)
     dh, dv, dz = gradient(h, w * v, gate).to(dtype), dv.to(dtype), dz.to(dtype)
-    dX, dD = product(dz, w_gate_up.mT), product(dv, w_down)
-    dgate_up, ddown = moe_outer(dz, X, offsets), moe_outer(D, dv, offsets)
-    if C is not None:
-        dgate_up = dgate_up + moe_outer(dh, C, offsets)
-    if cgate_up is not None:
-        dX = dX + product(dh, cgate_up.mT)
-    if cdown is not None:
-        dD = dD + product(w * a, cdown)
-    dweights = dw.index_select(0, inverse).view(tokens, top_k).to(weights.dtype)
-    head = (tokenwise(dX), dweights, None, dgate_up, ddown)
-    return *head, None, None, None, None, None, tokenwise(dD), None, None, None, None
+    gx = gweights = ggate_up = gdown = gdout = None
+    if need_x:
+        dX = product(dz, w_gate_up.mT)
+        gx = tokenwise(dX if cgate_up is None else dX + product(dh, cgate_up.mT))
+    if need_weights:
+        gweights = dw.index_select(0, inverse).view(tokens, top_k).to(weights.dtype)
+    if need_gate_up:
+        ggate_up = moe_outer(dz, X, offsets)
+        ggate_up = ggate_up if C is None else ggate_up + moe_outer(dh, C, offsets)
+    if need_down:
+        gdown = moe_outer(D, dv, offsets)
+    if need_dout:
+        dD = product(dv, w_down)
+        gdout = tokenwise(dD if cdown is None else dD + product(w * a, cdown))
+    return gx, gweights, None, ggate_up, gdown, None, None, None, None, None, gdout, None, None, None, None
 
 
 def _save_operands(ctx: Any, inputs: Any, output: Any) -> None:
@@ -168,13 +174,15 @@ def _save_operands(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _grouped_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, weight, offsets = ctx.saved_tensors
-    return moe_grouped(dy, weight.mT, offsets), moe_outer(dy, x, offsets), None
+    (x, weight, offsets), (need_x, need_weight, _) = ctx.saved_tensors, ctx.needs_input_grad
+    dx = moe_grouped(dy, weight.mT, offsets) if need_x else None
+    return dx, moe_outer(dy, x, offsets) if need_weight else None, None
 
 
 def _outer_backward(ctx: Any, dsums: Tensor) -> tuple[Any, ...]:
-    a, b, offsets = ctx.saved_tensors
-    return moe_grouped(b, dsums, offsets), moe_grouped(a, dsums.mT, offsets), None
+    (a, b, offsets), (need_a, need_b, _) = ctx.saved_tensors, ctx.needs_input_grad
+    da = moe_grouped(b, dsums, offsets) if need_a else None
+    return da, moe_grouped(a, dsums.mT, offsets) if need_b else None, None
 
 
 for _name, _formula, _setup in (

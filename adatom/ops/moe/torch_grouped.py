@@ -2,9 +2,10 @@
 
 Three ways. "loop": each group by itself; on a CPU, where its bounds are at hand. "grouped_mm": PyTorch's grouped
 kernel; bfloat16 on sm_90: for other dtypes it reads the bounds on the host, and on sm_100 it has left gradients of
-empty groups unwritten (pytorch#172439). "blocks": everywhere else; groups are cut into blocks of equal length, the last
-of each padded with zeros, and each block is multiplied with a copy of its group's matrix. There are at most twice as
-many blocks as groups, so this costs at most twice the products.
+empty groups unwritten (pytorch#172439). "blocks": everywhere else, and in forward mode, since it writes nothing in
+place; groups are cut into blocks of equal length, the last of each padded with zeros, and each block is multiplied with
+a copy of its group's matrix. There are at most twice as many blocks as groups, so this costs at most twice the
+products.
 """
 
 from __future__ import annotations
@@ -51,13 +52,12 @@ def grouped(x: Tensor, weight: Tensor, offsets: Tensor, how: str | None = None) 
                 torch.mm(x[start:end], matrix.mT, out=y[start:end])
         return y
     blocks = _Blocks(rows, offsets)
-    cut, y = blocks.cut(x), x.new_zeros(blocks.count * blocks.length + 1, out)
-    into = y[:-1].view(blocks.count, blocks.length, out)
-    step = max(1, _COPIES // (weight[0].numel() * weight.element_size()))
-    for i in range(0, blocks.count, step):
-        matrices = weight.index_select(0, blocks.group[i : i + step])
-        into[i : i + step] = torch.bmm(cut[i : i + step], matrices.mT)
-    return y.index_select(0, blocks.slot)
+    cut, step = blocks.cut(x), max(1, _COPIES // (weight[0].numel() * weight.element_size()))
+    parts = [
+        torch.bmm(cut[i : i + step], weight.index_select(0, blocks.group[i : i + step]).mT).flatten(0, 1)
+        for i in range(0, blocks.count, step)
+    ]
+    return torch.cat((*parts, x.new_zeros(1, out))).index_select(0, blocks.slot)
 
 
 def outer(a: Tensor, b: Tensor, offsets: Tensor, how: str | None = None) -> Tensor:
@@ -104,5 +104,5 @@ class _Blocks:
 
     def cut(self, x: Tensor) -> Tensor:
         """The rows of x as (count, length, columns)."""
-        padded = x.new_zeros(self.count * self.length + 1, x.shape[1]).index_copy_(0, self.slot, x)
+        padded = x.new_zeros(self.count * self.length + 1, x.shape[1]).index_copy(0, self.slot, x)
         return padded[:-1].view(self.count, self.length, x.shape[1])

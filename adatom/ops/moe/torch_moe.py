@@ -15,9 +15,18 @@ from adatom.ops.moe.torch_grouped import grouped, outer
 
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(out, pre, order, offsets); the contract is in reference.py."""
+    return _forward(x, o, keep, None)
+
+
+def differentiable(x: Inputs, o: Options) -> Tensor:
+    """out by operators that PyTorch differentiates in any mode."""
+    return _forward(x, o, False, "blocks")[0]
+
+
+def _forward(x: Inputs, o: Options, keep: bool, how: str | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     order, offsets = plan(x.indices, x.experts)
-    h = grouped(_gathered(x.x, order, x.top_k), x.w_gate_up, offsets)
-    y = grouped(_gated(h, o), x.w_down, offsets)
+    h = grouped(_gathered(x.x, order, x.top_k), x.w_gate_up, offsets, how)
+    y = grouped(_gated(h, o), x.w_down, offsets, how)
     weights = torch.where(present(x.indices, x.experts), x.weights, 0)
     return _combined(y, order, x, weights), h if keep else None, order, offsets
 
@@ -70,5 +79,5 @@ def _combined(y: Tensor, order: Tensor, x: Inputs, weights: Tensor | None = None
     out = y.new_zeros(x.x.shape, dtype=torch.promote_types(y.dtype, torch.float32))
     for k in range(x.top_k):
         rows = y.index_select(0, places[:, k])
-        out += rows if weights is None else rows * weights[:, k : k + 1].to(out.dtype)
+        out = out + (rows if weights is None else rows * weights[:, k : k + 1].to(out.dtype))
     return out.to(y.dtype)

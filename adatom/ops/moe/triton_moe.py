@@ -7,6 +7,7 @@ of tokens; two products whose sum runs over an expert's rows, for which rows of 
 the order they cost these products a quarter. Operands have any strides. Rows of dropped pairs are never read.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from adatom.device import facts
+from adatom.ops.moe import triton_one as one
 from adatom.ops.moe.problem import Inputs, Options
 from adatom.ops.moe.triton_combine import combine
 from adatom.ops.moe.triton_order import order as order_of
@@ -146,17 +148,22 @@ def _gradients(v, w, Pre, Out, Scaled, row, i, m_i, j0, N, ACT: tl.constexpr, RO
 def _product_kernel(A, B, Order, Offsets, Out, Pre, Weights, Scaled, Dots, pairs, N, K, top_k, experts, stride_ai,
                     stride_ak, stride_be, stride_bj, stride_bk, stride_wt, stride_wk, KIND: tl.constexpr,
                     ACT: tl.constexpr, GATHER: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-                    EVEN: tl.constexpr, EARLY: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
+                    EVEN: tl.constexpr, EARLY: tl.constexpr, SETTLED: tl.constexpr, BINS: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+                    PIECE: tl.constexpr):
     """Rows of A, or of the tokens of pairs if GATHER, times their expert's matrix B[e]^T.
 
     "plain": Out (pairs, N) is that. "gate": B has 2 N rows; Out (pairs, N) is act(gate) * up; KEEP: Pre (pairs, 2 N) is
     both. "grad": it is v; from Pre and the pairs' weights w, Out (pairs, 2 N) gets the gradient of Pre under w v,
-    Scaled (pairs, N) w a, Dots (tiles of columns, pairs) the sums of a v over columns.
+    Scaled (pairs, N) w a, Dots (tiles of columns, pairs) the sums of a v over columns. SETTLED: Offsets were written
+    before the kernel ahead began.
     """
-    after_previous(EARLY)
+    if not SETTLED:
+        after_previous(EARLY)
     columns = tl.cdiv(N, BLOCK_N)
     e, first, end, tile = _expert_of(tl.program_id(0), Offsets, experts, columns, BINS, BLOCK_M)
+    if SETTLED:
+        after_previous(EARLY)
     if e < experts:
         rows = tl.cdiv(end - first, BLOCK_M)
         top = tile // (GROUP * columns) * GROUP
@@ -272,7 +279,7 @@ def _meta(a, config):
     )
 
 
-def _product(tensors, kind, act, gather, keep, n, top_k):
+def _product(tensors, kind, act, gather, keep, settled, n, top_k):
     a, b, order, offsets, _, _, weights, _, _ = tensors
     pairs, experts, k = order.shape[0], b.shape[0], b.shape[2]
     config, early = pick(a, kind, pairs, experts, n, k), facts(a.device).arch >= 90
@@ -283,6 +290,7 @@ def _product(tensors, kind, act, gather, keep, n, top_k):
         KEEP=keep,
         EVEN=_even(config, kind, n, k),
         EARLY=early,
+        SETTLED=settled,
         BINS=max(32, 1 << experts.bit_length()),
         GROUP=16,
         PIECE=PIECE,
@@ -295,13 +303,15 @@ def _product(tensors, kind, act, gather, keep, n, top_k):
 
 
 def _multiply(
-    kind, a, b, order, offsets, out, *, act="none", pre=None, weights=None, scaled=None, dots=None, top_k=0, keep=False
+    kind, a, b, order, offsets, out, *, act="none", pre=None, weights=None, scaled=None, dots=None, top_k=0, keep=False,
+    settled=False,
 ):
-    """Launch `_product_kernel`. top_k: of the pairs whose tokens' rows A has; 0 if A has rows of pairs."""
+    """Launch `_product_kernel`. top_k: of the pairs whose tokens' rows A has; 0 if A has rows of pairs. settled: a
+    kernel that waited for the one that wrote the offsets was launched since."""
     n = b.shape[1] // (2 if kind == "gate" else 1)
     tensors = (a, b, order, offsets, out, pre, weights, scaled, dots)
     top_k, gather = (1 if weights is None else weights.shape[1], False) if top_k == 0 else (top_k, True)
-    remembered(_product, tensors, kind, act, gather, keep, n, top_k)(*tensors)
+    remembered(_product, tensors, kind, act, gather, keep, settled, n, top_k)(*tensors)
 
 
 def _outer(tensors):
@@ -327,6 +337,8 @@ def _spread(x, places, offsets):
 
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(out, pre, order, offsets); the contract is in reference.py."""
+    if not keep and one.fits(x):
+        return one.forward(x, o)
     order, offsets, places = order_of(x.indices, x.experts)
     a = x.x.new_empty(x.pairs, x.w_down.shape[2])
     y = x.x.new_empty(x.pairs, x.x.shape[1])
@@ -336,15 +348,15 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tens
     )  # fmt: skip
     if pre is not None:
         clear_dropped(pre, offsets)
-    _multiply("plain", a, x.w_down, order, offsets, y)
+    _multiply("plain", a, x.w_down, order, offsets, y, settled=True)
     return combine(y, places, x.top_k, x.weights, offsets=offsets), pre, order, offsets
 
 
 def backward(
     x: Inputs, o: Options, pre: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, dout: torch.Tensor,
-    needs: tuple[bool, bool, bool, bool],
+    needs: tuple[bool, bool, bool, bool], sums: Callable[..., torch.Tensor] = _sums,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """(dx, dweights, dw_gate_up, dw_down); the contract is in reference.py."""
+    """(dx, dweights, dw_gate_up, dw_down); the contract is in reference.py. sums: another kernel for `_sums`."""
     need_x, need_weights, need_gate_up, need_down = needs
     dx = dweights = dw_gate_up = dw_down = None
     wide = x.w_down.shape[2]
@@ -362,9 +374,9 @@ def backward(
     if need_weights:
         dweights = at_places(dots, places, offsets, x.weights)
     if need_down:
-        dw_down = _sums(_spread(dout, places, offsets), scaled, offsets, x.w_down)
+        dw_down = sums(_spread(dout, places, offsets), scaled, offsets, x.w_down)
     if need_gate_up:
-        dw_gate_up = _sums(dh, _spread(x.x, places, offsets), offsets, x.w_gate_up)
+        dw_gate_up = sums(dh, _spread(x.x, places, offsets), offsets, x.w_gate_up)
     if need_x:
         rows = x.x.new_empty(x.pairs, x.x.shape[1])
         _multiply("plain", dh, x.w_gate_up.mT, order, offsets, rows)

@@ -28,12 +28,11 @@ def _experts_of(Indices, p, pairs, experts):
 
 
 @triton.jit
-def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, EARLY: tl.constexpr, ITEMS: tl.constexpr, LOOK:
-                tl.constexpr):
-    """Everything, for few pairs. Items are pairs, then bounds: pair p of expert e has the number e * pairs + p, and the
-    bound of e the number e * pairs; pairs with numbers below it are counted."""
-    after_previous(EARLY)
-    i = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+def few(pid, Indices, Order, Offsets, Places, pairs, experts, ITEMS: tl.constexpr, LOOK: tl.constexpr):
+    """Everything, for few pairs, by program `pid` of as many as there are ITEMS. Items are pairs, then bounds: pair p
+    of expert e has the number e * pairs + p, and the bound of e the number e * pairs; pairs with numbers below it are
+    counted."""
+    i = pid * ITEMS + tl.arange(0, ITEMS)
     number = tl.where(i < pairs, _experts_of(Indices, i, pairs, experts) * pairs + i, (i - pairs) * pairs)
     below = tl.zeros([ITEMS, LOOK], tl.int32)
     q = tl.arange(0, LOOK)
@@ -47,6 +46,13 @@ def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, EARLY: tl.const
     tl.store(Places + i, place, mask=i < pairs)
     tl.store(Order + place, i, mask=i < pairs)
     tl.store(Offsets + i - pairs, place, mask=(i >= pairs) & (i <= pairs + experts))
+
+
+@triton.jit
+def _few_kernel(Indices, Order, Offsets, Places, pairs, experts, EARLY: tl.constexpr, ITEMS: tl.constexpr, LOOK:
+                tl.constexpr):
+    after_previous(EARLY)
+    few(tl.program_id(0), Indices, Order, Offsets, Places, pairs, experts, ITEMS, LOOK)
 
 
 @triton.jit
@@ -103,7 +109,8 @@ def _place_kernel(Indices, Counts, Totals, Order, Offsets, Places, pairs, expert
 
 
 @triton.jit
-def _inverse_kernel(Order, Places, pairs, BLOCK: tl.constexpr):
+def _inverse_kernel(Order, Places, pairs, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous(EARLY)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(Places + tl.load(Order + i, mask=i < pairs, other=0), i, mask=i < pairs)
 
@@ -160,7 +167,7 @@ def order(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tens
 
 def _inverse(tensors):
     pairs = tensors[0].numel()
-    return Launch(_inverse_kernel, -(-pairs // 1024), (pairs,), dict(BLOCK=1024, num_warps=4))
+    return Launch(_inverse_kernel, -(-pairs // 1024), (pairs,), _meta(tensors, BLOCK=1024))
 
 
 def places_of(order: torch.Tensor) -> torch.Tensor:

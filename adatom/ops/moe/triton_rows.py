@@ -5,13 +5,22 @@ import torch
 import triton
 import triton.language as tl
 
+from adatom.device import facts
 from adatom.tiles.launch import Launch
+from adatom.tiles.triton import after_previous
 from adatom.tiles.triton_dense import remembered
 
 
+def _meta(x, **more):
+    early = facts(x.device).arch >= 90
+    return {"EARLY": early, "num_warps": 4} | more | ({"launch_pdl": True} if early else {})
+
+
 @triton.jit
-def _lines_kernel(Offsets, Lines, Taken, experts, ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def _lines_kernel(Offsets, Lines, Taken, experts, EARLY: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
+                  BLOCK: tl.constexpr):
     """The lines of one expert."""
+    after_previous(EARLY)
     e = tl.program_id(0)
     i = tl.arange(0, BINS)
     counts = tl.load(Offsets + i + 1, mask=i < experts, other=0) - tl.load(Offsets + i, mask=i < experts, other=0)
@@ -33,7 +42,7 @@ def _lines_kernel(Offsets, Lines, Taken, experts, ROWS: tl.constexpr, BINS: tl.c
 
 def _lines_launch(tensors, rows: int) -> Launch:
     experts = tensors[0].shape[0] - 1
-    meta = dict(ROWS=rows, BINS=max(32, triton.next_power_of_2(experts)), BLOCK=128, num_warps=4)
+    meta = _meta(tensors[0], ROWS=rows, BINS=max(32, triton.next_power_of_2(experts)), BLOCK=128)
     return Launch(_lines_kernel, experts, (experts,), meta)
 
 
@@ -47,8 +56,9 @@ def lines(offsets: torch.Tensor, pairs: int, rows: int) -> tuple[torch.Tensor, t
 
 
 @triton.jit
-def _spread_kernel(X, Places, Offsets, Out, experts, top_k, N, stride, BLOCK: tl.constexpr):
+def _spread_kernel(X, Places, Offsets, Out, experts, top_k, N, stride, EARLY: tl.constexpr, BLOCK: tl.constexpr):
     """Some columns of a token, to each of its pairs that has an expert."""
+    after_previous(EARLY)
     blocks = tl.cdiv(N, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +73,7 @@ def _spread_launch(tensors) -> Launch:
     x, places, offsets, _ = tensors
     (tokens, n), block = x.shape, min(1024, max(128, triton.next_power_of_2(x.shape[1])))
     scalars = (offsets.shape[0] - 1, places.shape[0] // tokens, n, x.stride(0))
-    return Launch(_spread_kernel, tokens * triton.cdiv(n, block), scalars, dict(BLOCK=block, num_warps=4))
+    return Launch(_spread_kernel, tokens * triton.cdiv(n, block), scalars, _meta(x, BLOCK=block))
 
 
 def spread(x: torch.Tensor, places: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -75,8 +85,9 @@ def spread(x: torch.Tensor, places: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 @triton.jit
-def _clear_kernel(X, Offsets, rows, experts, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _clear_kernel(X, Offsets, rows, experts, N, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Zero the rows of X that belong to no expert."""
+    after_previous(EARLY)
     first = tl.program_id(0) * ROWS
     if first + ROWS > tl.load(Offsets + experts):
         i = first + tl.arange(0, ROWS)
@@ -89,7 +100,7 @@ def _clear_kernel(X, Offsets, rows, experts, N, ROWS: tl.constexpr, BLOCK: tl.co
 
 def _clear_launch(tensors) -> Launch:
     x, offsets = tensors
-    meta = dict(ROWS=16, BLOCK=256, num_warps=4)
+    meta = _meta(x, ROWS=16, BLOCK=256)
     return Launch(_clear_kernel, triton.cdiv(x.shape[0], 16), (x.shape[0], offsets.shape[0] - 1, x.shape[1]), meta)
 
 
@@ -99,8 +110,10 @@ def clear_dropped(x: torch.Tensor, offsets: torch.Tensor) -> None:
 
 
 @triton.jit
-def _dots_kernel(Dots, Places, Offsets, Out, pairs, experts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _dots_kernel(Dots, Places, Offsets, Out, pairs, experts, EARLY: tl.constexpr, PARTS: tl.constexpr,
+                 BLOCK: tl.constexpr):
     """Sums over the parts of Dots (PARTS, pairs), where each pair went; 0 of dropped ones."""
+    after_previous(EARLY)
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(Places + p, mask=p < pairs, other=pairs)
     mask = place < tl.load(Offsets + experts)
@@ -113,7 +126,7 @@ def _dots_kernel(Dots, Places, Offsets, Out, pairs, experts, PARTS: tl.constexpr
 def _dots_launch(tensors) -> Launch:
     dots, _, offsets, _ = tensors
     parts, pairs = dots.shape
-    meta = dict(PARTS=parts, BLOCK=256, num_warps=4)
+    meta = _meta(dots, PARTS=parts, BLOCK=256)
     return Launch(_dots_kernel, triton.cdiv(pairs, 256), (pairs, offsets.shape[0] - 1), meta)
 
 
