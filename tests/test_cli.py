@@ -191,7 +191,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small lengths and few steps."""
     monkeypatch.setitem(demo.SIZES, "cpu", (16, 32))
     monkeypatch.setattr(demo, "STEPS", 3)
-    monkeypatch.setattr(demo, "CRYSTAL_SECONDS", 4.0)
+    monkeypatch.setattr(demo, "CRYSTAL_SECONDS", {"cpu": 4.0})
 
 
 def test_demo_writes_a_self_contained_report(tmp_path: Path, short: None) -> None:

@@ -214,7 +214,8 @@ def fit(
     advance: Callable[[State], None] = lambda state: None,
     state: State | None = None,
 ) -> State:
-    """Train `model` in place; the same seed gives the same result. `advance` is called after each step."""
+    """Train `model` in place; the same seed gives the same result. `advance` is called after each step. The plan's
+    seconds begin behind the first step, in which kernels may be compiled."""
     optimizer = torch.optim.Adam(model.parameters(), lr=plan.rate, betas=(0.9, 0.98))
     step = 0
     losses: list[Any] = []
@@ -224,7 +225,7 @@ def fit(
         optimizer.load_state_dict(state.optimizer)
     count = len(train.energies)
     per_epoch = max(count // plan.batch, 1)
-    began, done = time.monotonic(), step / plan.steps
+    began, done = math.inf, step / plan.steps
     while done < 1:
         if step % per_epoch == 0 or state is not None:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(plan.seed + step // per_epoch))
@@ -240,6 +241,7 @@ def fit(
         optimizer.step()
         losses.append(value.detach())
         step += 1
+        began = min(began, time.monotonic())
         done = max(step / plan.steps, (time.monotonic() - began) / plan.seconds)
         if step % plan.every == 0 or done >= 1:
             found = errors(model, validation)
