@@ -56,6 +56,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_bwd", "triton", "attention.triton_bwd:backward", attention.triton),
     Row("attention_bwd", "hopper_any", "attention.hopper_bwd:backward", attention.hopper_bwd_any, deterministic=False),
     Row("attention_bwd", "hopper_any_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_any),
+    Row("attention_bwd", "hopper_deep_any", "attention.hopper_deep:backward", attention.hopper_deep_any),
     Row("attention_bwd", "torch_chunked", "attention.torch_chunked:backward", attention.torch_chunked),
     Row("attention_bwd", "reference", "attention.reference:backward", attention.reference),
     Row("attention_bwd_bwd", "one_tile", "attention.triton_tile_second:backward_backward", attention.one_tile_second),

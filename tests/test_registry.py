@@ -87,6 +87,9 @@ def test_hopper_beyond_head_dim_128():
     assert choose("attention_bwd", deep, "deterministic").backend == "hopper_deep"
     for other in ({"softcap": True}, {"bias": "full", "bias_dtype": torch.bfloat16}, {"varlen": True}, {"tma": False}):
         assert choose("attention_bwd", deep._replace(**other)).backend == "triton"
+    few = deep._replace(batch=1, kv_heads=1)
+    assert choose("attention_bwd", few).backend == "triton"
+    assert choose("attention_bwd", few, "hopper").backend == "hopper_deep_any"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,8 @@ def biased(*shape: int, dtype: torch.dtype = torch.bfloat16):
     ],
 )
 def test_hopper_takes_the_forward(problem):
-    assert chosen(problem) == every("triton") | {"fwd": "hopper"}
+    backward = "hopper_deep" if problem.head_dim == 192 else "triton"
+    assert chosen(problem) == every("triton") | {"fwd": "hopper", "bwd": backward}
     assert choose("attention_fwd", problem._replace(deterministic=True)).backend == "hopper"
 
 

@@ -193,7 +193,7 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
     return None
 
 
-def hopper_deep(p: Problem) -> str | None:
+def hopper_deep_any(p: Problem) -> str | None:
     """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias, no softcap."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
@@ -212,4 +212,13 @@ def hopper_deep(p: Problem) -> str | None:
         return "does not take packed sequences"
     if not p.tma:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def hopper_deep(p: Problem) -> str | None:
+    """The Gluon backward for head_dim 136 to 256 where it was timed (docs/hopper.md)."""
+    if (why := hopper_deep_any(p)) is not None:
+        return why
+    if p.batch * p.kv_heads * p.seqlen_k < 64 * 128:
+        return "has fewer than 128 tiles of 64 keys, too few to fill the GPU"
     return None

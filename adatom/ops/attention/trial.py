@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from adatom.ops.attention import api, cases, reference
-from adatom.ops.attention.cases import KINDS, Case, kind_of
+from adatom.ops.attention.cases import BF16, F16, KINDS, Case, kind_of
 from adatom.ops.attention.problem import Inputs, Options, Problem, empty_like, empty_lse, empty_out, problem
 from adatom.verify import named, rms
 
@@ -324,6 +324,10 @@ COMPILE: tuple[Case, ...] = (
         for kind in (KINDS[0], KINDS[2])
         for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
     ),
+    Case("bf16 192 causal", 2, 4, 2, 512, 512, 192, 192, BF16, causal=True),
+    Case("f16 256x128 window kv_lens", 2, 4, 2, 512, 512, 256, 128, F16, window=(64, 32), kv_lens=True),
+    Case("bf16 192x256 kv_lens causal", 2, 4, 2, 512, 512, 192, 256, BF16, kv_lens=True, causal=True),
+    Case("bf16 256x192 window", 2, 4, 2, 512, 512, 256, 192, BF16, window=(64, 32)),
 )
 
 # of the one-tile kernels, in the lengths that are given
