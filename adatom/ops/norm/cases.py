@@ -148,7 +148,7 @@ SMALL: tuple[Case, ...] = (
     _rms("f32 rms one column", 40, 1, F32),
     _rms("bf16 rms no rows", (0, 3), 16, BF16),
 )
-_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768)
 _EVEN = tuple(
     make_one(f"{name} {kind} {n}", 517, n, dtype, residual=dtype if n % 3 == 1 else None)
     for n in _LENGTHS
