@@ -66,7 +66,7 @@ def test_hopper_where_it_is_faster():
         {"seqlen_q": 512, "least_length": 512},
         {"head_dim": 64, "head_dim_v": 64, "seqlen_k": 1024, "least_length": 512},
         {"causal": True, "seqlen_k": 1024, "least_length": 512},
-        {"head_dim": 32, "head_dim_v": 32},
+        {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 1024, "least_length": 512},
         {"batch": 1, "kv_heads": 1},
         {"window": True, "window_keys": 1024},
         {"softcap": True, "causal": True},
@@ -78,6 +78,23 @@ def test_hopper_where_it_is_faster():
         slow = HOPPER._replace(**other)
         assert choose("attention_bwd", slow).backend == "triton"
         assert choose("attention_bwd", slow, "hopper").backend == "hopper_any"
+
+
+def test_hopper_has_whole_heads_of_head_dim_32():
+    """Where a program can have all of a head: short ones too, if there are enough, with a result that repeats."""
+    sizes = {"seqlen_q": 384, "seqlen_k": 384, "least_length": 384, "head_dim": 32, "head_dim_v": 24}
+    short = HOPPER._replace(batch=64, heads=4, kv_heads=4, **sizes)
+    assert choose("attention_bwd", short).backend == "hopper"
+    assert choose("attention_bwd", short._replace(causal=True), "deterministic").backend == "hopper_ordered"
+    for other in (
+        {"batch": 40},  # 160 heads, 132 multiprocessors
+        {"batch": 16},
+        {"kv_heads": 2},
+        {"seqlen_q": 200, "least_length": 200},
+        {"seqlen_q": 700},
+        {"bias": "full", "bias_dtype": torch.float32},
+    ):
+        assert choose("attention_bwd", short._replace(**other)).backend == "triton"
 
 
 def test_hopper_beyond_head_dim_128():

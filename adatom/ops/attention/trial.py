@@ -330,7 +330,7 @@ COMPILE: tuple[Case, ...] = (
     Case("bf16 256x192 window", 2, 4, 2, 512, 512, 256, 192, BF16, window=(64, 32)),
 )
 
-# of the one-tile kernels, in the lengths that are given
+# of the one-tile kernels, and others for short lengths, in those that are given
 COMPILE_TILE: tuple[Case, ...] = (
     *(
         Case(f"{kind_of(*kind)} {d} tile {keys}", 64, 4, 4, keys, keys, d, d, *kind, bias="b11k")
@@ -348,12 +348,15 @@ COMPILE_TILE: tuple[Case, ...] = (
             ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
         )
     ),
+    Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
+    Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
 )
 
 # A thin selection for CI: each kernel, each kind of arithmetic, each option that changes much code once.
 QUICK_CASES = (
     "bf16 64 full",
     "bf16 128 causal",
+    "bf16 256 causal",
     "tf32x3 64 full",
     "tf32 64 causal",
     "ieee 32 full",
@@ -362,7 +365,7 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
-QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32")
+QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
