@@ -408,7 +408,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "sms": known.sms,
         "driver": _said(["nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "versions": versions(),
-        "platform": platform.platform(),
+        "platform": " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
         "commit": _said(["git", "describe", "--always", "--dirty"]),
         "date": datetime.date.today().isoformat(),
     }

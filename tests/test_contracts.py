@@ -63,7 +63,7 @@ def dense(
 
 # Random calls --------------------------------------------------------------------------------------------------------
 
-LAYOUTS = ("contiguous", "heads inside", "sliced", "transposed", "expanded")
+LAYOUTS = ("contiguous", "heads inside", "sliced", "transposed", "expanded", "overlapping")
 
 
 def laid_out(x, layout):
@@ -76,6 +76,9 @@ def laid_out(x, layout):
         return x.mT.contiguous().mT
     if layout == "expanded":
         return x[:1, :1].expand_as(x) if x.shape[0] and x.shape[1] else x
+    if layout == "overlapping":  # rows are windows of one sequence
+        length, dim = x.shape[2:]
+        return x.flatten(2)[..., : length + dim - 1].unfold(-1, dim, 1) if length else x
     return x
 
 

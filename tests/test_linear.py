@@ -154,6 +154,27 @@ def test_what_was_kept_is_overwritten_where_nobody_needs_it(monkeypatch):
     assert spent[2:] == [True, False, False, False]
 
 
+def test_a_backward_that_failed_is_not_repeated_with_what_it_left(monkeypatch):
+    from adatom.ops.linear import op
+
+    launch = op._launch
+
+    def fails(which, *args):
+        grads = launch(which, *args)
+        if which == "bwd":
+            raise torch.OutOfMemoryError("as late as may be")
+        return grads
+
+    x, w = tensors((6, 4), (5, 4))
+    out = adatom.linear(x, w, activation="gelu")
+    monkeypatch.setattr(op, "_launch", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        out.backward(torch.ones_like(out))
+    monkeypatch.setattr(op, "_launch", launch)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(torch.ones_like(out))
+
+
 def test_weight_grad_accumulates():
     x, w, b = tensors((3, 6, 4), (5, 4), (5,), dtype=torch.float32)
     buffer = torch.ones(5, 4)

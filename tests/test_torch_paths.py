@@ -14,7 +14,7 @@ import adatom
 from adatom.ops.attention import reference, torch_chunked
 from adatom.ops.attention.api import inputs_of
 from adatom.ops.attention.cases import SMALL, Case, call, make
-from adatom.ops.attention.problem import Inputs, Options
+from adatom.ops.attention.problem import Inputs, Options, empty_out
 from adatom.verify import Poisoned
 
 F64 = torch.float64
@@ -303,6 +303,17 @@ def test_strides(backend: str) -> None:
         return derivatives(out, lse, [q, k, v, bias])
 
     torch.testing.assert_close(run(*tensors), run(*(t.detach().contiguous().requires_grad_() for t in tensors)))
+
+
+def test_rows_that_overlap() -> None:
+    """A kernel writes whole rows: what it makes in the likeness of windows of one sequence must have some."""
+    windows = torch.randn(2, 3, 20).unfold(-1, 16, 1)  # 5 rows of 16
+    assert torch.empty_like(windows).stride(-1) != 1
+    x, _, _ = inputs_of(windows, windows, windows)
+    assert empty_out(x.q, x.v).stride(-1) == 1
+    assert torch.equal(x.k, windows)
+    got = adatom.attention(windows, windows, windows)
+    torch.testing.assert_close(got, adatom.attention(*[windows.contiguous()] * 3))
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

@@ -438,4 +438,10 @@ def _options(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x with contiguous rows. Rows that overlap, as those of `unfold` may, are copied: a result like them in strides
+    could not have contiguous rows."""
+    dim = x.shape[-1]
+    if dim == 1:
+        return x
+    overlap = any(0 < stride < dim and n > 1 for n, stride in zip(x.shape[:-1], x.stride()))
+    return x.contiguous() if overlap or x.stride(-1) != 1 else x

@@ -221,4 +221,6 @@ def hopper_deep(p: Problem) -> str | None:
         return why
     if p.batch * p.kv_heads * p.seqlen_k < 64 * 128:
         return "has fewer than 128 tiles of 64 keys, too few to fill the GPU"
+    if p.batch * p.heads * p.seqlen_q < 64 * 128:
+        return "has fewer than 64 tiles of 128 queries, too few to fill half of the GPU"
     return None

@@ -80,6 +80,8 @@ def _differentiate(
         dout = dout.clone(memory_format=torch.contiguous_format)
     if kept is not None:
         kept = rows_of(kept)
+        if spend:  # a backward that fails after this must not be repeated with what is left
+            torch.autograd.graph.increment_version(kept)
     grads = _launch("bwd", x, o, backend, kept, dout, needs, into, spend)
     dx, *rest = (_absent(x.x) if g is None else g for g in grads)
     return dx.view(call[0].shape) if needs[0] else dx, *rest
