@@ -330,6 +330,14 @@ COMPILE: tuple[Case, ...] = (
     Case("bf16 256x192 window", 2, 4, 2, 512, 512, 256, 192, BF16, window=(64, 32)),
 )
 
+_MOST_SHARED_MEMORY: dict[str, Any] = {
+    "bias": "bhqk",
+    "bias_dtype": torch.float32,
+    "kv_lens": True,
+    "causal": True,
+    "softcap": 5.0,
+}
+
 # of the one-tile kernels, and others for short lengths, in those that are given
 COMPILE_TILE: tuple[Case, ...] = (
     *(
@@ -349,23 +357,7 @@ COMPILE_TILE: tuple[Case, ...] = (
         )
     ),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
-    Case(  # what needs most shared memory
-        "bf16 32 whole heads f32 bias",
-        64,
-        4,
-        4,
-        512,
-        512,
-        32,
-        32,
-        BF16,
-        bias="bhqk",
-        bias_dtype=torch.float32,
-        kv_lens=True,
-        causal=True,
-        softcap=5.0,
-    ),  # fmt: skip
-    Case("bf16 64 many share a bias", 64, 4, 4, 512, 512, 64, 64, BF16, bias="1hqk", window=(100, 0), kv_lens=True),
+    Case("bf16 32 whole heads f32 bias", 64, 4, 4, 512, 512, 32, 32, BF16, **_MOST_SHARED_MEMORY),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
 )
 
