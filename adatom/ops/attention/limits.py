@@ -128,12 +128,18 @@ def _hopper_fwd_slower(p: Problem) -> str | None:
     return None
 
 
-def hopper_bwd_any(p: Problem) -> str | None:
-    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, what TMA can read."""
+def _hopper_bwd_ever(p: Problem) -> str | None:
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
+    return None
+
+
+def hopper_bwd_any(p: Problem) -> str | None:
+    """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, what TMA can read."""
+    if (why := _hopper_bwd_ever(p)) is not None:
+        return why
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 128:
             return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
@@ -195,10 +201,8 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
 
 def hopper_deep_any(p: Problem) -> str | None:
     """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias, no softcap."""
-    if p.device.kind != "cuda" or p.device.arch != 90:
-        return "needs a Hopper GPU (sm_90)"
-    if p.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16; got {p.dtype}"
+    if (why := _hopper_bwd_ever(p)) is not None:
+        return why
     dims = p.head_dim, p.head_dim_v
     if any(d % 8 for d in dims) or not 128 < max(dims) <= 256 or min(dims) <= 64:
         return f"takes head_dims above 64, one of them above 128, to 256, multiples of 8; got {dims[0]}, v's {dims[1]}"
