@@ -499,7 +499,7 @@ def test_bench_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     }
     monkeypatch.setattr(cases, "BENCH", groups)
     record = tmp_path / "gpu.json"
-    result = CliRunner().invoke(app, ["bench", "--quick", "--record", str(record)])
+    result = CliRunner().invoke(app, ["bench", "attention", "--quick", "--record", str(record)])
     assert result.exit_code == 0, result.output
     found = json.loads(record.read_text())
     assert {"bf16 matmul", "TF32 matmul", "fp32 matmul", "copy"} == set(found["ceilings"])

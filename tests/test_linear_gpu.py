@@ -23,7 +23,8 @@ def tensors(cuda, dtype, *shapes):
 
 
 def distance(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
 def derivatives(f, given):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from adatom import evidence, registry, verify
 from adatom.ops.attention import cases, reference
 from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.case import lengths
 from adatom.ops.attention.cases import BENCH, BENCH_CPU, GPU, QUICK, SMALL, Case
 from adatom.ops.attention.trial import COMPILE, OUTPUTS, Trial, _EmulateTF32, _round_tf32, shrunk
 
@@ -111,7 +112,7 @@ def test_gpu_cases_reach_every_head_dim_and_the_large_sizes():
 
 def test_ragged_cases_have_empty_and_full_sequences():
     for case in (c for c in (*SMALL, *GPU) if c.varlen and c.batch >= 4):
-        qs, ks = cases.lengths(case)
+        qs, ks = lengths(case)
         assert 0 in qs and 0 in ks and 1 in ks and max(qs) == case.seqlen_q and max(ks) == case.seqlen_k
     for case in (c for c in SMALL if c.kv_lens and c.batch > 1):
         lens = cases.make(case, "cpu")["kv_lens"]

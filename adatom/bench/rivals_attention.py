@@ -186,6 +186,29 @@ def _flex(case: Case, given: dict[str, Any]) -> Call:
     return call
 
 
+def _torch_varlen(case: Case, given: dict[str, Any]) -> Call:
+    """`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2: packed sequences; whole batches, for their windows."""
+    _refuse(case, window=True, varlen=True, gqa=True)
+    _needs_gpu(given)
+    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    left, right = case.window or (None, None)
+    window = (-1 if left is None else left, 0 if case.causal else -1 if right is None else right)
+    options: dict[str, Any] = {"scale": _scale(case), "window_size": window}
+    if case.heads != case.kv_heads:
+        options["enable_gqa"] = True
+    most = case.seqlen_q, case.seqlen_k
+    first = torch.arange(case.batch + 1, device=given["q"].device, dtype=torch.int32)
+    ends = [given.get(f"cu_seqlens_{name}", first * n) for name, n in zip("qk", most)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not case.varlen:
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out: Tensor = attend(q, k, v, *ends, *most, **options)
+        return out if case.varlen else out.unflatten(0, (case.batch, case.seqlen_q)).transpose(1, 2)
+
+    return call
+
+
 # FlashAttention ----------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +325,7 @@ RIVALS: tuple[Rival, ...] = (
     Rival("sdpa_math", (), _sdpa(SDPBackend.MATH), _quadratic),
     Rival("dense", (), _dense, _quadratic),
     Rival("flex_attention", (), _flex, _beyond_flash),
+    Rival("varlen_attn", (), _torch_varlen, lambda case, group: case.varlen or case.window is not None),
     Rival("flash_attn_2", ("flash-attn",), _flash_attn("flash_attn", -1), _everywhere),
     Rival(
         "flash_attn_3",
