@@ -91,6 +91,9 @@ def test_selected_structures_predict_the_same(model):
         start = (0, 4, 8)[n]
         close(some.forces[start : start + len(one.forces)], one.forces)
     assert whole.select(torch.tensor([2])).others.shape[1] == 8 < whole.others.shape[1]
+    roomy = graph(structures, model.elements, model.cutoff, 96).select(torch.tensor([2, 3]))
+    assert roomy.others.shape[1] == 96
+    close(model.predict(roomy).energies, some.energies[[2, 0]])
 
 
 def test_unknown_elements_are_refused(model):

@@ -49,15 +49,17 @@ class Data(NamedTuple):
         return Data(self.graph.select(structures), self.energies[at], self.forces[atoms], self.stresses[at], names)
 
 
-def load(split: str, model: Potential, most: int | None = None) -> Data:
-    """Structures of one of SPLITS whose elements `model` knows, at most so many; on the CPU, in float64."""
+def load(split: str, model: Potential, most: int | None = None, multiple: int = 8) -> Data:
+    """Structures of one of SPLITS whose elements `model` knows, at most so many; on the CPU, in float64. Slots come in
+    multiples of `multiple`."""
     with as_file(files("adatom.potential") / "crystals.npz") as path, np.load(path) as stored:
         raw = {name: stored[name] for name in stored.files}
     ends = raw["counts"].cumsum()
     unknown = np.add.reduceat(~np.isin(raw["numbers"], model.elements), ends - raw["counts"], dtype=int)
     some = np.flatnonzero((raw["splits"] == SPLITS.index(split)) & (unknown == 0))[:most]
     spans = [slice(ends[i] - raw["counts"][i], ends[i]) for i in some]
-    g = graph([(raw["numbers"][s], raw["positions"][s], raw["cells"][i]) for i, s in zip(some, spans)], *model.sees)
+    structures = [(raw["numbers"][s], raw["positions"][s], raw["cells"][i]) for i, s in zip(some, spans)]
+    g = graph(structures, *model.sees, multiple)
     return Data(
         g,
         torch.from_numpy(raw["energies"][some]),
@@ -86,16 +88,19 @@ def calibrate(model: Potential, data: Data, batch: int = 64, ridge: float = 1e-4
     double = copy.deepcopy(model).cpu().double()
     normal, right = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
     rows, labels = [], []
+
+    def cut_waves(r: Tensor) -> Tensor:
+        near, wave = double.radial(r)
+        return near[:, None] ** 3 * wave
+
     for some in torch.arange(len(data.energies)).split(batch):
         d = data.select(some).to("cpu", torch.float64)
         g = d.graph
         slot = torch.arange(g.others.shape[1])
         atom, at = ((slot > 0) & (slot < g.counts[:, None])).nonzero().unbind(1)
         vectors = g.vectors[atom, at]
-        r = vectors.norm(dim=-1).requires_grad_()
-        near, wave = double.radial(r)
-        basis = near[:, None] ** 3 * wave  # (pairs, waves)
-        slope = torch.stack([torch.autograd.grad(b.sum(), r, retain_graph=True)[0] for b in basis.unbind(1)], 1)
+        r = vectors.norm(dim=-1)
+        basis, slope, *_ = torch.func.jvp(cut_waves, (r,), (torch.ones_like(r),))  # (pairs, waves)
         column = types[g.species[atom], g.others[atom, at]]
 
         def gather(row: Tensor, count: int, values: Tensor, column: Tensor = column) -> Tensor:
@@ -103,12 +108,9 @@ def calibrate(model: Potential, data: Data, batch: int = 64, ridge: float = 1e-4
             flat = torch.zeros(count * len(low), waves, dtype=torch.float64)
             return flat.index_add_(0, row * len(low) + column, values).view(count, -1)
 
-        pull = [
-            gather(atom, len(g.species), slope.detach() * (vectors / r.detach()[:, None])[:, c : c + 1])
-            for c in range(3)
-        ]
+        pull = [gather(atom, len(g.species), slope * (vectors / r[:, None])[:, c : c + 1]) for c in range(3)]
         forces = torch.nn.functional.pad(torch.cat(pull), (kinds, 0))
-        energy = torch.cat([composition(g, kinds), gather(g.systems[atom], len(g.sizes), basis.detach() / 2)], 1)
+        energy = torch.cat([composition(g, kinds), gather(g.systems[atom], len(g.sizes), basis / 2)], 1)
         rows.append(energy / g.sizes[:, None])
         labels.append(d.energies / g.sizes)
         matrix, target = torch.cat([forces, rows[-1]]), torch.cat([d.forces.T.flatten(), labels[-1]])

@@ -26,6 +26,7 @@ class Graph(NamedTuple):
     volumes: Tensor  # (structures,) float: Å^3; NaN where nothing is periodic
     sizes: Tensor  # (structures,) int64, on the CPU: atoms of each
     most: Tensor  # (structures,) int64, on the CPU: slots that each needs
+    multiple: int = 8  # slots come in multiples of this; each number of slots compiles kernels of its own
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Graph:
         """Moved, and vectors and volumes converted."""
@@ -34,15 +35,14 @@ class Graph(NamedTuple):
         moved = {name: getattr(self, name).to(device) for name in names}
         return self._replace(**moved, vectors=self.vectors.to(device, dtype), volumes=self.volumes.to(device, dtype))
 
-    def select(self, structures: Tensor, multiple: int = 8) -> Graph:
+    def select(self, structures: Tensor) -> Graph:
         """Some of the structures, given by an index (n,) on the CPU, with no more slots than they need."""
         device, sizes = self.species.device, self.sizes[structures]
         ends = self.sizes.cumsum(0)
         atoms = torch.cat([torch.arange(int(end - size), int(end)) for end, size in zip(ends[structures], sizes)])
         systems = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device, non_blocking=True)
         most = self.most[structures]
-        slots, before = -(-int(most.max()) // multiple) * multiple, self.others.shape[1]
-        slots = min(slots, before)
+        slots, before = -(-int(most.max()) // self.multiple) * self.multiple, self.others.shape[1]
         atoms = atoms.to(device, non_blocking=True)
         place = torch.empty_like(self.species)
         place[atoms] = torch.arange(len(atoms), device=device)
@@ -57,6 +57,7 @@ class Graph(NamedTuple):
             self.volumes[structures.to(device)],
             sizes,
             most,
+            self.multiple,
         )
 
 
@@ -101,9 +102,13 @@ def opposite(i: np.ndarray, j: np.ndarray, shift: np.ndarray) -> np.ndarray:
 
 
 def graph(
-    structures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]], elements: Sequence[int], cutoff: float
+    structures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    elements: Sequence[int],
+    cutoff: float,
+    multiple: int = 8,
 ) -> Graph:
-    """The float64 Graph of structures, each (atomic numbers (atoms,), positions (atoms, 3), cell (3, 3) or None)."""
+    """The float64 Graph of structures, each (atomic numbers (atoms,), positions (atoms, 3), cell (3, 3) or None).
+    Slots come in multiples of `multiple`."""
     index = {number: n for n, number in enumerate(elements)}
     parts = []
     for numbers, x, cell in structures:
@@ -121,7 +126,7 @@ def graph(
         parts.append((kinds, i, j, slot, vectors, opposite(i, j, shift), degree + 1, volume))
     sizes = torch.tensor([len(p[0]) for p in parts])
     most = torch.tensor([int(p[6].max()) for p in parts])
-    atoms, slots = int(sizes.sum()), -(-int(most.max()) // 8) * 8
+    atoms, slots = int(sizes.sum()), -(-int(most.max()) // multiple) * multiple
     species = torch.from_numpy(np.concatenate([p[0] for p in parts]))
     others = torch.zeros(atoms, slots, dtype=torch.int64)
     others[:, 0] = species
@@ -137,4 +142,4 @@ def graph(
     counts = torch.from_numpy(np.concatenate([p[6] for p in parts])).int()
     systems = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     volumes = torch.tensor([p[7] for p in parts], dtype=torch.float64)
-    return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most)
+    return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most, multiple)
