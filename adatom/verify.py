@@ -46,6 +46,11 @@ Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
 Task = tuple[Any, tuple[Row, ...]]  # a case, and the rows of its op to judge on it
 
+# Relative errors that are always allowed: one rounding to 16 bits, or to TF32; four to float32 and float64, whose sums
+# take many.
+FLOORS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22, torch.float64: 2.0**-51}
+FLOOR_TF32 = 2.0**-11
+
 
 class Result(NamedTuple):
     """One row on one case: its worst output, the ratio of error to allowed error (at most 1 passes; inf for what no
@@ -106,6 +111,11 @@ def _errors(name: str, got: Tensor, want: Tensor, biggest: float) -> tuple[float
     if zero:
         return whole, whole
     return whole, math.sqrt(float((wrong / (squares + 0.1 * mean)).max()))
+
+
+def round_tf32(x: Tensor) -> Tensor:
+    """float32 rounded to the 10 mantissa bits of TF32, to nearest."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def rms(x: Tensor) -> float:

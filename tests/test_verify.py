@@ -19,7 +19,8 @@ from adatom.ops.attention import cases, reference
 from adatom.ops.attention.api import inputs_of
 from adatom.ops.attention.case import lengths
 from adatom.ops.attention.cases import BENCH, BENCH_CPU, GPU, QUICK, SMALL, Case
-from adatom.ops.attention.trial import COMPILE, OUTPUTS, Trial, _EmulateTF32, _round_tf32, shrunk
+from adatom.ops.attention.trial import COMPILE, OUTPUTS, Trial, _EmulateTF32, shrunk
+from adatom.verify import round_tf32
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -146,9 +147,9 @@ def test_flops_of_a_window_count_the_visible_pairs(window, causal):
 # The yardstick
 
 
-def test_round_tf32_keeps_ten_bits():
+def testround_tf32_keeps_ten_bits():
     x = torch.randn(1000)
-    rounded = _round_tf32(x)
+    rounded = round_tf32(x)
     assert torch.equal(rounded.view(torch.int32) & 0x1FFF, torch.zeros(1000, dtype=torch.int32))
     assert ((rounded - x).abs() <= x.abs() * 2.0**-11).all()
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from adatom.ops.attention import api, cases, reference
 from adatom.ops.attention.cases import BF16, F16, KINDS, Case, kind_of
 from adatom.ops.attention.problem import Inputs, Options, Problem, empty_like, empty_lse, empty_out, problem
-from adatom.verify import named, rms
+from adatom.verify import FLOOR_TF32, FLOORS, named, rms, round_tf32
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -38,10 +38,6 @@ PASSES = {
 }
 COTANGENTS = ("ddq", "ddk", "ddv", "ddbias", "ddsinks")  # of the gradients; `attention_jvp` takes them as tangents
 
-# One rounding to a 16-bit result, or to TF32; four to float32 and float64, whose sums take many.
-FLOORS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22, torch.float64: 2.0**-51}
-FLOOR_TF32 = 2.0**-11
-
 
 class _MatmulTF32(torch.autograd.Function):
     """A matrix product of operands rounded to TF32, in every derivative too."""
@@ -49,17 +45,12 @@ class _MatmulTF32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return torch.matmul(_round_tf32(a), _round_tf32(b))
+        return torch.matmul(round_tf32(a), round_tf32(b))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         return _MatmulTF32.apply(grad, b.mT), _MatmulTF32.apply(a.mT, grad)
-
-
-def _round_tf32(x: Tensor) -> Tensor:
-    """float32 rounded to the 10 mantissa bits of TF32, to nearest."""
-    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 class _EmulateTF32(TorchFunctionMode):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from adatom.ops.linear import api, cases, reference
 from adatom.ops.linear.cases import Case
 from adatom.ops.linear.problem import Inputs, Options, Problem, problem
+from adatom.verify import FLOOR_TF32, FLOORS, round_tf32
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -23,13 +24,6 @@ Tensors = dict[str, Tensor]
 OUTPUTS = {"linear_fwd": ("out", "pre"), "linear_bwd": ("dx", "dweight", "dup", "dbias")}
 
 # One rounding to a 16-bit result, or to TF32; four to float32 and float64, whose sums take many.
-FLOORS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22, torch.float64: 2.0**-51}
-FLOOR_TF32 = 2.0**-11
-
-
-def _tf32(x: Tensor) -> Tensor:
-    """float32 rounded to the 10 mantissa bits of TF32, to nearest."""
-    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 class Trial:
@@ -103,7 +97,7 @@ class Trial:
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False
         try:
-            moved = Inputs(*(None if t is None else _tf32(t) if tf32 else t for t in self.x))  # type: ignore[arg-type]
+            moved = Inputs(*(None if t is None else round_tf32(t) if tf32 else t for t in self.x))  # type: ignore[arg-type]
             leaves = Inputs(*(None if t is None else t.detach().requires_grad_() for t in moved))  # type: ignore[arg-type]
             weight, bias = reference.weight_of(leaves), leaves.bias
             z = F.linear(leaves.x, weight, bias)
@@ -117,7 +111,7 @@ class Trial:
             out = act(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1] if self.o.gated else act(z)
             wanted = [t for t in leaves if t is not None]
             (dz,) = torch.autograd.grad(out, z, self.dout, retain_graph=True)
-            found = iter(torch.autograd.grad(z, wanted, _tf32(dz) if tf32 else dz))
+            found = iter(torch.autograd.grad(z, wanted, round_tf32(dz) if tf32 else dz))
             grads = {name: next(found) for name, t in zip(("dx", "dweight", "dup", "dbias"), leaves) if t is not None}
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before

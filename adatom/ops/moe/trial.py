@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from adatom.ops.linear.torch_linear import _VALUES
-from adatom.ops.linear.trial import FLOORS
 from adatom.ops.moe import api, cases, reference
 from adatom.ops.moe.cases import Case
 from adatom.ops.moe.problem import Inputs, Problem, Tensor, plan, problem
-from adatom.verify import named
+from adatom.verify import FLOORS, named
 
 Tensors = dict[str, Tensor]
 

@@ -15,6 +15,7 @@ from adatom.ops.norm import cases, reference
 from adatom.ops.norm.api import problem_of
 from adatom.ops.norm.cases import Case
 from adatom.ops.norm.problem import Problem, sum_dtype
+from adatom.verify import FLOORS, named
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -22,12 +23,7 @@ Tensors = dict[str, Tensor]
 OUTPUTS = {"norm_fwd": ("y", "h", "mean", "rstd"), "norm_bwd": ("dx", "dweight", "dbias")}
 EPS = 1e-5
 # One rounding to a 16-bit result; four to float32 and float64, whose sums take many.
-FLOORS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22, torch.float64: 2.0**-51}
 _CHUNK = 1 << 17  # rows of a huge case that are taken to float64 at once
-
-
-def _named(op: str, values: Any) -> Tensors:
-    return {name: v for name, v in zip(OUTPUTS[op], values) if v is not None}
 
 
 class Trial:
@@ -93,9 +89,9 @@ class Trial:
         if op == "norm_fwd":  # of h as it is rounded, which is no part of the arithmetic
             y, _, mean, rstd = reference.forward(h, None, cast(weight), cast(bias), EPS, c)
             assert y is not None
-            return _named(op, (y if dtype else y.to(self.dtypes["y"]), None if residual is None else h, mean, rstd))
+            return named(op, (y if dtype else y.to(self.dtypes["y"]), None if residual is None else h, mean, rstd))
         given = (h, cast(weight), cast(bias), None, None, cast(self.dy), cast(self.dh), EPS, c, self.wants)
-        return _named(op, reference.backward(*given))
+        return named(op, reference.backward(*given))
 
     def yardsticks(self, op: str) -> tuple[Tensors, ...]:
         """What PyTorch makes of a pass in the precision of the case: by its own operators and autograd, where all
