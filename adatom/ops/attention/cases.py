@@ -387,6 +387,7 @@ BENCH: dict[str, tuple[Case, ...]] = {
         _square(f"{n} sequences to {s} D{d}", n, 2048 // d, s, d, BF16, varlen=True, causal=True)
         for n, s, d in ((64, 1024, 64), (16, 4096, 128), (64, 1024, 128), (10, 8000, 64), (10, 8000, 128))
     ),
+    "long": (_square("D128 causal S131072", 1, 16, 131072, 128, BF16, causal=True),),
     "window": tuple(  # of 1024 keys; (batch, length, heads, dim) in memory, which can be looked at as packed
         _square(f"{name} D{d} S{s}", _TOKENS // s, 2048 // d, s, d, BF16, causal=causal, window=window, layout="bshd")
         for name, causal, window in (("causal", True, (1023, 0)), ("both sides", False, (512, 512)))
