@@ -29,10 +29,10 @@ def test_quantiles_interpolate() -> None:
 
 
 def test_more_work_takes_longer_and_spread_encloses_the_median() -> None:
-    timed = timing.interleave({"small": product(64), "large": product(512)}, timing.Clock(CPU), milliseconds=30)
+    timed = timing.interleave({"small": product(64), "large": product(1024)}, timing.Clock(CPU), milliseconds=30)
     small, large = timed["small"], timed["large"]
     assert isinstance(small, dict) and isinstance(large, dict)
-    assert large["matmul"].ms > 2 * small["matmul"].ms  # 512 times the work
+    assert large["matmul"].low > 2 * small["matmul"].low  # 4096 times the work, on a machine that may be busy
     for t in (small["matmul"], large["matmul"]):
         assert 0 < t.low <= t.ms <= t.high and t.repeats >= 3
 
