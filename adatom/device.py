@@ -70,6 +70,11 @@ def facts(device: torch.device) -> Device:
     return INTERPRETER if interpreting() else CPU
 
 
+def system() -> str:
+    """The operating system, kind of processor and C library, as records name them: without the name of a host."""
+    return " ".join((platform.system(), platform.machine(), *platform.libc_ver()))
+
+
 def versions() -> dict[str, str | None]:
     """Versions of what adatom stands on; None for what is absent. Imports Triton if it is installed."""
     try:

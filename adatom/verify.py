@@ -21,9 +21,9 @@ from __future__ import annotations
 import datetime
 import math
 import os
-import platform
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -39,7 +39,7 @@ from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
 from adatom import evidence, registry
-from adatom.device import facts, versions
+from adatom.device import facts, system, versions
 from adatom.registry import Row
 
 Tensor = torch.Tensor
@@ -111,6 +111,11 @@ def _errors(name: str, got: Tensor, want: Tensor, biggest: float) -> tuple[float
     if zero:
         return whole, whole
     return whole, math.sqrt(float((wrong / (squares + 0.1 * mean)).max()))
+
+
+def generator(name: str, seed: int, where: torch.device) -> torch.Generator:
+    """What the tensors of the case of that name are drawn from."""
+    return torch.Generator(where).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()) % 1_000_003)
 
 
 def round_tf32(x: Tensor) -> Tensor:
@@ -418,7 +423,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "sms": known.sms,
         "driver": _said(["nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "versions": versions(),
-        "platform": " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
+        "platform": system(),
         "commit": _said(["git", "describe", "--always", "--dirty"]),
         "date": datetime.date.today().isoformat(),
     }

@@ -363,7 +363,7 @@ def start(device: torch.device) -> tuple[dict[str, Any], Clock]:
     return {
         "device": device_name(device),
         "kind": device.type,
-        "system": " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
+        "system": machine.system(),
         "versions": versions,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),

@@ -7,7 +7,6 @@ kernel configuration. BENCH, BENCH_CPU: groups of cases to time.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 
 from adatom.ops.linear.api import linear
 from adatom.ops.linear.problem import ACTIVATIONS
+from adatom.verify import generator
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -63,7 +63,7 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     """
     device = torch.device(device)
     where = device if case.huge else torch.device("cpu")
-    random = torch.Generator(where).manual_seed(seed * 1_000_003 + zlib.crc32(case.name.encode()) % 1_000_003)
+    random = generator(case.name, seed, where)
     draw = torch.bfloat16 if case.huge else torch.float32
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -23,8 +23,6 @@ Tensors = dict[str, Tensor]
 
 OUTPUTS = {"linear_fwd": ("out", "pre"), "linear_bwd": ("dx", "dweight", "dup", "dbias")}
 
-# One rounding to a 16-bit result, or to TF32; four to float32 and float64, whose sums take many.
-
 
 class Trial:
     """A case with its tensors, the truth and what PyTorch makes of it; passes are computed when first asked for."""

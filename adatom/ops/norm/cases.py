@@ -7,13 +7,13 @@ every kernel configuration. BENCH: groups of cases to time.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from adatom.ops.norm.api import layer_norm, rms_norm
+from adatom.verify import generator
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 Dtype = torch.dtype | None
@@ -82,7 +82,7 @@ def make(case: Case, device: torch.device | str, seed: int | None = 0) -> dict[s
     where = device if case.huge else torch.device("cpu")
     random = None
     if seed is not None:
-        random = torch.Generator(where).manual_seed(seed * 1_000_003 + zlib.crc32(case.name.encode()) % 1_000_003)
+        random = generator(case.name, seed, where)
     given = {"x": normal(case, random, device, case.dtype)}
     if case.offset and seed is not None:
         given["x"] = given["x"] + case.offset

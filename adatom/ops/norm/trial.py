@@ -22,7 +22,6 @@ Tensors = dict[str, Tensor]
 
 OUTPUTS = {"norm_fwd": ("y", "h", "mean", "rstd"), "norm_bwd": ("dx", "dweight", "dbias")}
 EPS = 1e-5
-# One rounding to a 16-bit result; four to float32 and float64, whose sums take many.
 _CHUNK = 1 << 17  # rows of a huge case that are taken to float64 at once
 
 
