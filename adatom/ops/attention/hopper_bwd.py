@@ -237,10 +237,11 @@ def _launches(
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
     together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
-    least = 1
+    # heads that go together under a mask: all, where there are so few tiles that the longest must come first
+    least = n_heads if right and not call.varlen and n_tiles < 3 * call.device.sms else 1
     if ordered:  # so many heads that those who wait for each other do not fill the GPU
         together = max(together, 3 * call.device.sms * m // sharing)
-        least = max(1, _TOGETHER // sharing) if right else 1
+        least = max(least, _TOGETHER // sharing) if right else 1
     group = max(1, min(n_heads, max(together // call.len_q, least)))
     if inside:
         group = 1
