@@ -92,14 +92,14 @@ def on_gpu(target: str) -> bool:
     return target.split(":")[0].rsplit(".", 1)[-1].startswith(_DEVICE)
 
 
-def beside(path: Path, machine: dict[str, Any], ops: set[str]) -> list[Proof]:
-    """The proofs of a record that new ones of the passes `ops` leave standing: those of other passes. ValueError if the
-    record is of another GPU or other versions than `machine`."""
+def beside(path: Path, machine: dict[str, Any], judged: set[tuple[str, str]]) -> list[Proof]:
+    """The proofs of a record that new ones of the rows `judged`, (pass, backend), leave standing: those of other rows.
+    ValueError if the record is of another GPU or other versions than `machine`."""
     if not path.exists():
         return []
     record = json.loads(path.read_text())
     of = {"commit": record["commit"] or ""}
-    kept = [Proof(**(of | row)) for row in record["rows"] if row["op"] not in ops]
+    kept = [Proof(**(of | row)) for row in record["rows"] if (row["op"], row["backend"]) not in judged]
     for what in ("gpu", "versions"):
         if kept and record[what] != machine[what]:
             raise ValueError(f"{path} is of {what} {record[what]}, this is {machine[what]}; name another file")

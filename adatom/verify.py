@@ -473,8 +473,9 @@ def command(
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, in about a minute.")] = False,
     record: Annotated[
-        Path | None, typer.Option(help="Write the evidence: evidence/<gpu>.json; of one op, beside what it holds.")
+        Path | None, typer.Option(help="Write the evidence: evidence/<gpu>.json; of some rows, beside what it holds.")
     ] = None,
+    unproven: Annotated[bool, typer.Option("--unproven", help="Only rows that no evidence here proves.")] = False,
     shape: Annotated[
         str | None,
         typer.Option(help="Your own case; of attention (default) B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv."),
@@ -508,8 +509,8 @@ def command(
     given = {"precision": precision, "bias": bias, "causal": causal, "window": window, "softcap": softcap}
     options = {k: v for k, v in {**given, "sinks": sinks, "kv_lens": kv_lens, "varlen": varlen}.items() if v}
     own = bool(shape or dtype or options)
-    if record is not None and (where.type != "cuda" or own or quick or backend):
-        raise typer.BadParameter("evidence takes a GPU and all cases and rows of an op", param_hint="--record")
+    if record is not None and (where.type != "cuda" or own or quick):
+        raise typer.BadParameter("evidence takes a GPU and all cases of an op", param_hint="--record")
     op = op or ("attention" if own else None)
     try:
         rows = rows_of(op, backend)
@@ -520,9 +521,16 @@ def command(
         raise typer.BadParameter(
             f"no backend {backend!r} for {op or 'any op'}; there are: {known}", param_hint="--backend"
         )
+    if unproven:
+        records = evidence.read()
+        rows = tuple(r for r in rows if evidence.on_gpu(r.target) and not evidence.proven(*r[:3], records))
+        if not rows:
+            console.print("every row is proven by evidence/")
+            return
     try:
         todo = [(own_case(op, shape, dtype or "f32", options), rows)] if own and op else tasks_of(rows, where, quick)
-        kept = [] if record is None else evidence.beside(record, machine(where), {row.op for row in rows})
+        judged = {(row.op, row.backend) for row in rows}
+        kept = [] if record is None else evidence.beside(record, machine(where), judged)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     processes = jobs or (min(8, len(os.sched_getaffinity(0)), len(todo)) if where.type == "cuda" else 1)

@@ -104,6 +104,17 @@ def test_record_round_trip_and_failures_prove_nothing(tmp_path):
         assert evidence.proven(row.op, row.backend, row.target, records) == names
 
 
+def test_new_proofs_leave_those_of_other_rows(tmp_path):
+    machine = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc"}
+    proofs = [evidence.Proof("norm_fwd", backend, "0" * 64, 3, 0.5, "case", "y") for backend in ("one", "two")]
+    path = tmp_path / "gpu.json"
+    assert evidence.beside(path, machine, set()) == []
+    evidence.write(path, machine, proofs)
+    assert evidence.beside(path, machine, {("norm_fwd", "one")}) == [proofs[1]._replace(commit="abc")]
+    with pytest.raises(ValueError, match="name another file"):
+        evidence.beside(path, machine | {"gpu": "another"}, {("norm_fwd", "one")})
+
+
 @pytest.mark.parametrize(
     "row", [r for r in registry.ROWS if evidence.on_gpu(r.target)], ids=lambda r: f"{r.op}-{r.backend}"
 )

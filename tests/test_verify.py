@@ -277,6 +277,20 @@ def test_command_answers_bad_options(arguments, words):
     assert words in " ".join(done.output.replace("│", " ").split())
 
 
+def test_unproven_leaves_what_the_evidence_proves(monkeypatch):
+    rows = [row for row in verify.rows_of("norm") if evidence.on_gpu(row.target)]
+    proofs = [evidence.Proof(row.op, row.backend, evidence.code_hash(row.target), 1, 0.5, "case", "y") for row in rows]
+    monkeypatch.setattr(evidence, "read", lambda: {"gpu.json": proofs})
+    done = invoke("norm", "--unproven")
+    assert done.exit_code == 0
+    assert "every row is proven" in done.output
+    seen = []
+    monkeypatch.setattr(evidence, "read", lambda: {"gpu.json": proofs[1:]})
+    monkeypatch.setattr(verify, "judge_all", lambda tasks, *rest: seen.extend(rows for _, rows in tasks) or [])
+    assert invoke("norm", "--unproven").exit_code == 1  # nothing ran
+    assert set(seen) == {(rows[0],)}
+
+
 def test_proofs_hold_the_worst_ratio_of_gpu_rows():
     rows = verify.rows_of("attention_fwd")
     results = [
