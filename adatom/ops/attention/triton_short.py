@@ -1,0 +1,321 @@
+"""Attention forward of few queries over many keys (decoding) in Triton, sm_80 and up: keys and values are read once.
+
+A tile's rows are the (query, head) pairs that share keys: all query heads of one kv head, for some queries. Where such
+tiles do not fill the GPU, each one's keys are split over programs, whose sums a second kernel adds in order: how many
+follows from shapes, which splits have something to do from kv_lens (flash-decoding: Dao et al., 2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_lse, empty_out
+from adatom.ops.attention.triton_call import Blocks, Call, Config, Configs, pick, remembered
+from adatom.tiles.launch import Launch
+from adatom.tiles.triton import LN2, LOG2E, NONE, add_bias, after_previous, at, dot, load_tile, tanh, visible, whole
+
+# (kind of arithmetic, largest head_dim) -> keys of a tile, warps, stages; the rows of a tile follow from the call
+CONFIGS: Configs = {
+    90: {
+        ("half", 64): Config(64, 128, 4, 3),
+        ("half", 128): Config(64, 64, 4, 3),
+        ("half", 256): Config(64, 32, 4, 3),
+        ("tf32", 64): Config(64, 64, 4, 2),
+        ("tf32", 128): Config(64, 32, 4, 2, spill=2048),
+        ("tf32", 256): Config(32, 32, 8, 1, spill=8192),
+        ("tf32x3", 64): Config(64, 64, 4, 2, spill=2048),
+        ("tf32x3", 128): Config(64, 32, 4, 2, spill=4096),
+        ("tf32x3", 256): Config(32, 32, 8, 1, spill=16384),
+        ("ieee", 64): Config(32, 32, 4, 1, spill=2048),
+        ("ieee", 128): Config(16, 32, 4, 1, spill=4096),
+        ("ieee", 256): Config(16, 32, 8, 1, spill=16384),
+    },
+}
+CONFIGS[100] = CONFIGS[90] | {
+    ("tf32", 64): Config(32, 32, 4, 1),
+    ("tf32", 128): Config(32, 32, 4, 1, spill=2048),
+    ("tf32x3", 64): Config(32, 32, 4, 1, spill=2048),
+    ("tf32x3", 128): Config(32, 32, 4, 1, spill=4096),
+}
+CONFIGS[80] = CONFIGS[90] | {("half", 64): Config(64, 64, 4, 3), ("half", 128): Config(64, 64, 4, 2)}
+CONFIGS[86] = CONFIGS[80] | {("half", 128): Config(64, 32, 4, 3), ("half", 256): Config(64, 32, 4, 2)}
+
+MOST_ROWS = 64  # of a tile
+MOST_SPLITS = 256
+_LATENCY, _COMBINE = 0.7, 3.0  # microseconds that a block of keys takes at least, and a second kernel
+_RATE = 2.8e6  # bytes in a microsecond, all programs together
+_VARY = ["tiles", "splits", "least", "sums", "len_q", "len_k", "left", "right"]  # freely, not to be specialised for
+
+
+@triton.jit
+def _span(first, b, Lens, len_q, len_k, left, right, splits, least, GROUP: tl.constexpr, LEFT: tl.constexpr,
+          RIGHT: tl.constexpr, LENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the tile that begins with row `first`: (len_k, first key, end of the keys that it sees, blocks a split)."""
+    if LENS:
+        len_k = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
+    offset = len_k - len_q
+    begin = tl.cast(0, tl.int32)
+    end = tl.cast(len_k, tl.int32)
+    if RIGHT:
+        last = tl.minimum((first + BLOCK_M - 1) // GROUP, len_q - 1)
+        end = tl.maximum(tl.minimum(end, last + offset + right + 1), 0)
+    if LEFT:
+        begin = tl.maximum(first // GROUP + offset - left, 0) // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+    return len_k, begin, end, tl.maximum(tl.cdiv(blocks, splits), least)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "repeats", *_VARY])
+def _keys_kernel(Q, K, V, Bias, Sinks, Lens, Out, Lse, Parts,
+                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                 stride_ob, stride_oh, stride_om, stride_bb, stride_bh, stride_bm, stride_bn,
+                 kv_heads, repeats, tiles, splits, least, sums, len_q, len_k, left, right, scale, softcap,
+                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                 BIAS: tl.constexpr, SAME_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+                 LEFT: tl.constexpr, RIGHT: tl.constexpr, SINKS: tl.constexpr, LENS: tl.constexpr,
+                 EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+                 PIECE: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr):
+    """One split of one tile: out and lse, or if SPLIT its unscaled sums, and at `sums` beyond, maxima and denominators.
+
+    SAME_BIAS: all rows of a tile have the same bias.
+    """
+    after_previous(EARLY)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    hk = pid // tiles % kv_heads
+    split = pid // tiles // kv_heads % splits
+    b = pid // tiles // kv_heads // splits
+    first = tile * BLOCK_M
+    len_all = len_k
+    len_k, begin, end, per = _span(first, b, Lens, len_q, len_k, left, right, splits, least, GROUP, LEFT, RIGHT, LENS,
+                                   BLOCK_M, BLOCK_N)
+    start = begin + split * per * BLOCK_N
+    if SPLIT:
+        if (split > 0) & (start >= end):
+            return
+        end = tl.minimum(end, start + per * BLOCK_N)
+    offset = len_k - len_q
+    r = tl.arange(0, BLOCK_M)
+    rows = first + r
+    exists = rows < len_q * GROUP
+    i = (rows // GROUP)[:, None]
+    h = (hk * GROUP + rows % GROUP)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    q_rows = Q + at(b, 0, 0, stride_qb, 0, 0, PIECE) + h.to(tl.int64) * whole(stride_qh, PIECE)
+    q_mask = exists[:, None] if HEAD_DIM == BLOCK_D else exists[:, None] & (d < HEAD_DIM)
+    q = tl.load(q_rows + i.to(tl.int64) * whole(stride_qm, PIECE) + d, mask=q_mask, other=0.0)
+    if not TMA:
+        K += at(b, hk, 0, stride_kb, stride_kh, 0, PIECE)
+        V += at(b, hk, 0, stride_vb, stride_vh, 0, PIECE)
+    if BIAS != NONE:
+        Bias += at(b // repeats, hk * GROUP if SAME_BIAS else 0, 0, stride_bb, stride_bh, 0)
+        if not SAME_BIAS:
+            bias_rows = Bias + h.to(tl.int64) * stride_bh + i.to(tl.int64) * stride_bm
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:  # a key with score sink and value 0
+        if split == 0:
+            m = tl.load(Sinks + hk * GROUP + rows % GROUP).to(tl.float32) * (LOG2E if FOLD else 1.0)
+            l = tl.where(m == float("-inf"), 0.0, 1.0)
+
+    unit = scale * LOG2E
+    for n0 in range(start, end, BLOCK_N):
+        if BIAS != NONE:
+            along = tl.cast(n0, tl.int64) * stride_bn + j * stride_bn
+            if SAME_BIAS and EVEN_N:
+                bias = tl.load(Bias + along)
+            elif SAME_BIAS:
+                bias = tl.load(Bias + along, mask=j < len_all - n0, other=0)
+            elif EVEN_N:
+                bias = tl.load(bias_rows + along, mask=exists[:, None], other=0)
+            else:
+                bias = tl.load(bias_rows + along, mask=exists[:, None] & (j < len_all - n0), other=0)
+        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+        s = dot(q, k, None, PRECISION, True)
+        if not FOLD:
+            if SOFTCAP:
+                s = softcap * tanh(s * (scale / softcap))
+            else:
+                s *= scale
+            if BIAS != NONE:
+                s = add_bias(s, bias)
+        if LEFT or RIGHT or not EVEN_N:
+            s = tl.where(visible(i, n0 + j, offset, len_k, left, right, LEFT, RIGHT), s, float("-inf"))
+        if FOLD:  # nothing comes between q k^T and the softmax: the maximum is scaled, the rest is one FMA
+            m_new = tl.maximum(m, tl.max(s, 1) * unit)
+        else:  # a bias may be as large as -1e9: what is subtracted must be one of the scores, unrounded
+            m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = m_new
+        if BIAS != NONE or LEFT or RIGHT or not EVEN_N:  # rows that have seen nothing yet
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if FOLD:
+            p = tl.exp2(s * unit - m_safe[:, None])
+            alpha = tl.exp2(m - m_safe)
+        else:
+            p = tl.exp2((s - m_safe[:, None]) * LOG2E)
+            alpha = tl.exp2((m - m_safe) * LOG2E)
+        m = m_new
+        l = l * alpha + tl.sum(p, 1)
+        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UNIT=True)
+
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    if SPLIT:
+        slot = ((tl.cast(b, tl.int64) * kv_heads + hk) * tiles + tile) * splits + split
+        tl.store(Parts + (slot * BLOCK_M + r[:, None]) * BLOCK_DV + dv, acc, mask=exists[:, None])
+        Sums = Parts + sums + slot * (2 * BLOCK_M) + r
+        tl.store(Sums, m, mask=exists)
+        tl.store(Sums + BLOCK_M, l, mask=exists)
+    else:
+        seen = l > 0.0
+        l = tl.where(seen, l, 1.0)
+        o_rows = Out + at(b, 0, 0, stride_ob, 0, 0, PIECE) + h.to(tl.int64) * whole(stride_oh, PIECE)
+        o_mask = exists[:, None] if HEAD_DIM_V == BLOCK_DV else exists[:, None] & (dv < HEAD_DIM_V)
+        out = (acc * (1.0 / l)[:, None]).to(Out.dtype.element_ty)
+        tl.store(o_rows + i.to(tl.int64) * whole(stride_om, PIECE) + dv, out, mask=o_mask)
+        lse = tl.where(seen, m * (LN2 if FOLD else 1.0) + tl.log2(l) * LN2, float("-inf"))
+        head = tl.cast(b, tl.int64) * kv_heads * GROUP + hk * GROUP + rows % GROUP
+        tl.store(Lse + head * len_q + rows // GROUP, lse, mask=exists)
+
+
+@triton.jit(do_not_specialize=["heads", *_VARY])
+def _combine_kernel(Parts, Lens, Out, Lse, stride_ob, stride_oh, stride_om,
+                    heads, tiles, splits, least, sums, len_q, len_k, left, right,
+                    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr,
+                    RIGHT: tl.constexpr, LENS: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
+                    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                    BLOCK_S: tl.constexpr):
+    """One row: the sums of its splits, in order. SPLITS: a power of two that they do not exceed."""
+    after_previous(EARLY)
+    pid = tl.program_id(0)
+    i = pid % len_q
+    h = pid // len_q % heads
+    b = pid // len_q // heads
+    row = i * GROUP + h % GROUP
+    tile = row // BLOCK_M
+    len_k, begin, end, per = _span(tile * BLOCK_M, b, Lens, len_q, len_k, left, right, splits, least, GROUP, LEFT,
+                                   RIGHT, LENS, BLOCK_M, BLOCK_N)
+    used = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), per), 1)
+    slot = ((tl.cast(b, tl.int64) * (heads // GROUP) + h // GROUP) * tiles + tile) * splits
+    Sums = Parts + sums + slot * (2 * BLOCK_M) + row % BLOCK_M
+    Parts += (slot * BLOCK_M + row % BLOCK_M) * BLOCK_DV
+    unit: tl.constexpr = 1.0 if FOLD else LOG2E
+    s = tl.arange(0, SPLITS)
+    top = tl.max(tl.load(Sums + s * (2 * BLOCK_M), mask=s < used, other=float("-inf")), 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    acc = tl.zeros((BLOCK_DV,), tl.float32)
+    l = 0.0
+    for s0 in range(0, used, BLOCK_S):
+        s = s0 + tl.arange(0, BLOCK_S)
+        m = tl.load(Sums + s * (2 * BLOCK_M), mask=s < used, other=float("-inf"))
+        share = tl.exp2((m - safe) * unit)
+        l += tl.sum(share * tl.load(Sums + s * (2 * BLOCK_M) + BLOCK_M, mask=s < used, other=0.0), 0)
+        part = tl.load(Parts + s[:, None] * (BLOCK_M * BLOCK_DV) + dv, mask=(s < used)[:, None], other=0.0)
+        acc += tl.sum(share[:, None] * part, 0)
+    seen = l > 0.0
+    l = tl.where(seen, l, 1.0)
+    d = tl.arange(0, BLOCK_DV)
+    tl.store(Out + at(b, h, tl.cast(i, tl.int64), stride_ob, stride_oh, stride_om, PIECE) + d,
+             (acc / l).to(Out.dtype.element_ty), mask=d < HEAD_DIM_V)
+    lse = top * (LN2 if FOLD else 1.0) + tl.log2(l) * LN2
+    tl.store(Lse + pid, tl.where(seen, lse, float("-inf")))
+
+
+def splits_of(programs: int, blocks: int, block_bytes: int, slots: int) -> int:
+    """Over how many programs to split the `blocks` of keys of each of `programs` tiles: the fastest by a model of waves
+    of `slots` programs that run at once, each block of which takes its share of the memory's rate, or its latency."""
+    best, fastest = 1, float("inf")
+    for splits in range(1, min(blocks, MOST_SPLITS) + 1):
+        per = -(-blocks // splits)
+        if splits > 1 and per == -(-blocks // (splits - 1)):
+            continue
+        whole, rest = divmod(programs * -(-blocks // per), slots)
+        waves = [slots] * min(whole, 1) + [rest] * (rest > 0)
+        times = [max(_LATENCY, block_bytes * busy / _RATE) * (per + 2) for busy in waves]
+        total = sum(times) + (max(whole, 1) - 1) * times[0] + (_COMBINE + splits / 64 if splits > 1 else 0.0)
+        if total < 0.98 * fastest:
+            best, fastest = splits, total
+    return best
+
+
+class _Short(Call):
+    """One call as these kernels take it: tiles of `rows` rows, `tiles` of them for each kv head, `splits` programs for
+    each, of at least `least` blocks of keys."""
+
+    def __init__(self, x: Inputs, o: Options) -> None:
+        super().__init__(x, o)
+        config = pick("short", CONFIGS, self)
+        self.group = self.heads // self.kv_heads
+        rows = self.group * self.len_q
+        most = min(MOST_ROWS, config.block_m if self.kind != "half" else MOST_ROWS)
+        self.config = config._replace(block_m=min(max(16, 1 << (rows - 1).bit_length()), most))
+        self.tiles = -(-rows // self.config.block_m)
+        if self.len_q == 1 and self.right >= 0:  # the last query sees the last key
+            self.right, self.meta["RIGHT"] = -1, False
+        self.splits, self.least = self._splits()
+
+    def _splits(self) -> tuple[int, int]:
+        block, keys = self.config.block_n, self.len_k
+        if self.left >= 0 and (self.right >= 0 or self.len_q == 1):  # those that a window lets a tile see
+            span = (self.config.block_m - 1) // self.group + self.left + max(self.right, 0) + 1
+            keys = min(keys, span + block - 1)
+        blocks, programs = -(-keys // block), self.batch * self.kv_heads * self.tiles
+        if not programs or blocks < 2:
+            return 1, 1
+        if self.device.arch == 0:
+            return min(3, blocks), 1
+        block_bytes = block * (self.meta["BLOCK_D"] + self.meta["BLOCK_DV"]) * self.x.k.element_size()
+        room = self.device.shared_memory // (block_bytes * self.config.num_stages)
+        each = max(1, min(room, 16 // self.config.num_warps))
+        splits = splits_of(programs, blocks, block_bytes, self.device.sms * each)
+        if self.x.kv_lens is None:
+            return splits, 1
+        # of ragged sequences the long ones must not be left to few programs, nor short ones be cut to pieces
+        least = min(blocks, max(1, (256 if programs < self.device.sms else 1024) // block))
+        return min(max(splits, -(-keys // 2048)), MOST_SPLITS, -(-blocks // least)), least
+
+
+def _launches(x: Inputs, o: Options, out: torch.Tensor) -> tuple[Launch, Launch | None]:
+    call = _Short(x, o)
+    config, rows = call.config, (call.len_q, call.len_k, call.left, call.right)
+    strides = (*call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out))
+    tma = config.tma and x.kv_lens is None
+    fold = o.scale > 0 and not call.generic
+    meta = call.constexprs(config, FOLD=fold, SINKS=x.sinks is not None, TMA=tma)
+    for name in ("ALIGNED", "EVEN_M", "VARLEN"):
+        del meta[name]
+    meta |= {
+        "GROUP": call.group,
+        "SPLIT": call.splits > 1,
+        "SAME_BIAS": call.group == 1 and call.len_q == 1 or not (call.bias_strides[1] or call.bias_strides[2]),
+    }
+    programs = call.batch * call.kv_heads * call.tiles * call.splits
+    how = call.tiles, call.splits, call.least, programs * config.block_m * meta["BLOCK_DV"]
+    scalars = (*strides, *call.bias_strides, call.kv_heads, call.repeats, *how, *rows, call.scale, o.softcap)
+    blocks: Blocks = {"K": config.block_n, "V": config.block_n} if tma else {}
+    keys = Launch(_keys_kernel, programs, scalars, meta, config.spill, blocks, call.splits)
+    if call.splits == 1:
+        return keys, None
+    splits = 1 << (call.splits - 1).bit_length()
+    names = ("HEAD_DIM_V", "BLOCK_DV", "FOLD", "LEFT", "RIGHT", "LENS", "EARLY", "PIECE", "GROUP", "BLOCK_M", "BLOCK_N")
+    combining = {name: meta[name] for name in (*names, "launch_pdl")}
+    combining |= {"SPLITS": splits, "BLOCK_S": min(splits, 4096 // meta["BLOCK_DV"]), "num_warps": 4}
+    scalars = (*strides[-3:], call.heads, *how, *rows)
+    return keys, Launch(_combine_kernel, call.batch * call.heads * call.len_q, scalars, combining)
+
+
+def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; the contract is in docs/design.md."""
+    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
+    keys, combine = remembered(x, "short", lambda: _launches(x, o, out))
+    if combine is None:
+        keys(x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, out, lse, None)
+        return out, lse
+    parts = empty((keys.programs * keys.meta["BLOCK_M"] * (keys.meta["BLOCK_DV"] + 2),), x.q, torch.float32)
+    keys(x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, out, lse, parts)
+    combine(parts, x.kv_lens, out, lse)
+    return out, lse
