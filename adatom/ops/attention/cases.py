@@ -173,6 +173,31 @@ _PACKED: tuple[tuple[str, int, int, tuple[int, int], int, int, dict[str, Any]], 
     ("short", 99, 8, (150, 150), 64, 64, {"causal": True}),
     ("three consumers", 1, 2, (3300, 3300), 64, 40, {"causal": True}),
 )
+_FEW: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
+    ("plain", (3, 8, 8), (1, 1333), 64, BF16, {}),
+    ("gqa", (5, 32, 4), (4, 2049), 128, BF16, {"causal": True, "layout": "bshd"}),
+    ("mqa, kv_lens", (9, 16, 1), (3, 3000), 128, F16, {"causal": True, "kv_lens": True}),
+    ("kv_lens", (40, 8, 8), (1, 5000), 128, BF16, {"kv_lens": True, "sinks": True}),
+    ("two tiles", (2, 8, 1), (11, 2500), 64, BF16, {"causal": True, "kv_lens": True}),
+    ("64 queries", (1, 4, 4), (64, 8000), 128, BF16, {"causal": True}),
+    ("window", (4, 16, 2), (5, 4000), 128, BF16, {"causal": True, "window": (700, None), "sinks": True}),
+    ("window both", (2, 8, 2), (16, 900), 64, F16, {"window": (100, 50)}),
+    ("softcap", (3, 8, 2), (7, 1500), 96, BF16, {"softcap": 3.0, "sinks": True, "kv_lens": True, "magnitude": 4.0}),
+    ("large scores", (2, 8, 2), (4, 4100), 128, F16, {"magnitude": 12.0}),
+    ("bias bhqk", (2, 8, 2), (8, 1200), 128, BF16, {"bias": "bhqk"}),
+    ("bias bh1k", (3, 8, 2), (4, 1303), 64, BF16, {"bias": "bh1k", "bias_dtype": F32, "kv_lens": True}),
+    ("bias b11k -far", (3, 8, 1), (2, 1500), 128, BF16, {"bias": "b11k-far", "causal": True}),
+    ("bias 2hqk -inf", (4, 8, 4), (9, 1400), 40, F16, {"bias": "2hqk-inf", "sinks": True}),
+    ("bias b1qk bool", (2, 4, 4), (3, 1111), 80, BF16, {"bias": "b1qk-bool", "window": (900, 20)}),
+    ("bias 1h1k", (4, 8, 8), (1, 1600), 128, BF16, {"bias": "1h1k"}),
+    ("256", (3, 8, 1), (8, 1111), 256, BF16, {"causal": True}),
+    ("rows apart", (2, 8, 4), (5, 1000), 72, BF16, {"layout": "apart", "bias": "1hqk"}),
+    ("tf32x3 64", (2, 8, 2), (4, 1500), 64, F32, {"causal": True, "kv_lens": True}),
+    ("tf32x3 128", (2, 4, 2), (16, 900), 128, F32, {"bias": "bhqk"}),
+    ("tf32x3 256", (1, 4, 1), (5, 700), 256, F32, {"sinks": True}),
+    ("tf32 128", (2, 8, 2), (5, 1100), 128, F32, {"precision": "tf32", "softcap": 4.0}),
+    ("ieee 96", (2, 8, 2), (3, 900), 96, F32, {"precision": "ieee", "window": (500, None), "causal": True}),
+)
 
 GPU: tuple[Case, ...] = (
     *(
@@ -332,6 +357,14 @@ GPU: tuple[Case, ...] = (
         kv_lens=True,
         scale=0.4,
     ),
+    # few queries over many keys
+    *(
+        Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)
+        for name, (batch, heads, kv_heads), lengths, d, dtype, options in _FEW
+    ),
+    Case("few 192 and 128", 3, 16, 2, 4, 2000, 192, 128, BF16, causal=True),
+    Case("few 40 and 24", 3, 16, 2, 4, 2000, 40, 24, F16, kv_lens=True),
+    Case("over 2**31 elements of keys", 33, 8, 8, 1, 65600, 128, 128, BF16),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
     Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 40, 40, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
@@ -396,6 +429,13 @@ BENCH: dict[str, tuple[Case, ...]] = {
     ),
     "short": tuple(
         _square(f"S{s} D{d}", _TOKENS // s, 1024 // d, s, d, BF16) for d in (64, 128) for s in (64, 128, 256, 512)
+    ),
+    "decode": tuple(  # queries of (batch, heads, kv_heads) over so many keys
+        Case(f"({b},{h},{kv}) {q} over {k}", b, h, kv, q, k, 128, 128, BF16, causal=q > 1, layout="bshd")
+        for b, h, kv, q, k in (
+            *((1, 32, 8, 1, 32768), (16, 32, 32, 1, 4096), (16, 32, 8, 1, 8192), (64, 32, 4, 1, 4096)),
+            *((64, 32, 8, 1, 512), (16, 32, 8, 4, 8192), (16, 32, 8, 16, 8192), (16, 32, 1, 1, 32768)),
+        )
     ),
     "head_dims": tuple(
         _square(f"D{d}", 8, max(1, 2048 // d), 4096, d, BF16, causal=True)

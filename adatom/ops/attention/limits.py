@@ -85,15 +85,15 @@ def triton_second(p: Problem) -> str | None:
 
 
 def short(p: Problem) -> str | None:
-    """Few queries over many keys: at most 64 rows (queries x query heads of a kv head), padded batches."""
+    """Few queries over many keys: at most 128 rows (queries x query heads of a kv head), padded batches."""
     if (why := triton(p)) is not None:
         return why
     if p.varlen:
         return "takes padded batches (kv_lens), not packed sequences"
     if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
-    if p.seqlen_q * (p.heads // p.kv_heads) > 64:
-        return "takes at most 64 rows: queries times the query heads that share keys"
+    if p.seqlen_q * (p.heads // p.kv_heads) > 128:
+        return "takes at most 128 rows: queries times the query heads that share keys"
     return None
 
 

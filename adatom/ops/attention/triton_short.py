@@ -203,8 +203,8 @@ def _combine_kernel(Parts, Lens, Out, Lse, stride_ob, stride_oh, stride_om,
     Sums = Parts + sums + slot * (2 * BLOCK_M) + row % BLOCK_M
     Parts += (slot * BLOCK_M + row % BLOCK_M) * BLOCK_DV
     unit: tl.constexpr = 1.0 if FOLD else LOG2E
-    s = tl.arange(0, SPLITS)
-    top = tl.max(tl.load(Sums + s * (2 * BLOCK_M), mask=s < used, other=float("-inf")), 0)
+    every = tl.arange(0, SPLITS)
+    top = tl.max(tl.load(Sums + every * (2 * BLOCK_M), mask=every < used, other=float("-inf")), 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     dv = tl.arange(0, BLOCK_DV)[None, :]
     acc = tl.zeros((BLOCK_DV,), tl.float32)
