@@ -42,8 +42,9 @@ CONFIGS[86] = CONFIGS[80] | {("half", 128): Config(64, 32, 4, 3), ("half", 256):
 
 MOST_ROWS = 64  # of a tile
 MOST_SPLITS = 256
-_LATENCY, _COMBINE = 0.7, 3.0  # microseconds that a block of keys takes at least, and a second kernel
-_RATE = 2.8e6  # bytes in a microsecond, all programs together
+# of an H100: microseconds that a block of keys takes at least, and a second kernel; bytes that memory gives to each
+# multiprocessor in a microsecond
+_LATENCY, _COMBINE, _RATE = 0.8, 4.0, 21e3
 _VARY = ["tiles", "splits", "least", "sums", "len_q", "len_k", "left", "right"]  # freely, not to be specialised for
 
 
@@ -186,9 +187,9 @@ def _combine_kernel(Parts, Lens, Out, Lse, stride_ob, stride_oh, stride_om,
                     heads, tiles, splits, least, sums, len_q, len_k, left, right,
                     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, LEFT: tl.constexpr,
                     RIGHT: tl.constexpr, LENS: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr,
-                    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
                     BLOCK_S: tl.constexpr):
-    """One row: the sums of its splits, in order. SPLITS: a power of two that they do not exceed."""
+    """One row: the sums of its splits, in order. STEP: keys of a block. SPLITS: as many or more, a power of two."""
     after_previous(EARLY)
     pid = tl.program_id(0)
     i = pid % len_q
@@ -197,8 +198,8 @@ def _combine_kernel(Parts, Lens, Out, Lse, stride_ob, stride_oh, stride_om,
     row = i * GROUP + h % GROUP
     tile = row // BLOCK_M
     len_k, begin, end, per = _span(tile * BLOCK_M, b, Lens, len_q, len_k, left, right, splits, least, GROUP, LEFT,
-                                   RIGHT, LENS, BLOCK_M, BLOCK_N)
-    used = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), per), 1)
+                                   RIGHT, LENS, BLOCK_M, STEP)
+    used = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), per), 1)
     slot = ((tl.cast(b, tl.int64) * (heads // GROUP) + h // GROUP) * tiles + tile) * splits
     Sums = Parts + sums + slot * (2 * BLOCK_M) + row % BLOCK_M
     Parts += (slot * BLOCK_M + row % BLOCK_M) * BLOCK_DV
@@ -225,18 +226,25 @@ def _combine_kernel(Parts, Lens, Out, Lse, stride_ob, stride_oh, stride_om,
     tl.store(Lse + pid, tl.where(seen, lse, float("-inf")))
 
 
-def splits_of(programs: int, blocks: int, block_bytes: int, slots: int) -> int:
-    """Over how many programs to split the `blocks` of keys of each of `programs` tiles: the fastest by a model of waves
-    of `slots` programs that run at once, each block of which takes its share of the memory's rate, or its latency."""
+def splits_of(programs: int, blocks: int, block_bytes: int, sms: int, resident: int) -> int:
+    """Over how many programs to split the `blocks` of keys of each of `programs` tiles, `resident` on a multiprocessor.
+
+    The fastest by a model of waves of programs: a block takes its share of the memory's rate, at least its latency.
+    """
+    slots = sms * resident
+
+    def wave(busy: int, per: int) -> float:
+        shared = block_bytes * busy / (sms * _RATE)
+        return (_LATENCY**4 + shared**4) ** 0.25 * (per + 2)
+
     best, fastest = 1, float("inf")
     for splits in range(1, min(blocks, MOST_SPLITS) + 1):
         per = -(-blocks // splits)
         if splits > 1 and per == -(-blocks // (splits - 1)):
             continue
-        whole, rest = divmod(programs * -(-blocks // per), slots)
-        waves = [slots] * min(whole, 1) + [rest] * (rest > 0)
-        times = [max(_LATENCY, block_bytes * busy / _RATE) * (per + 2) for busy in waves]
-        total = sum(times) + (max(whole, 1) - 1) * times[0] + (_COMBINE + splits / 64 if splits > 1 else 0.0)
+        waves, rest = divmod(programs * splits, slots)
+        total = waves * wave(slots, per) + (wave(rest, per) if rest else 0.0)
+        total += _COMBINE + splits / 64 if splits > 1 else 0.0
         if total < 0.98 * fastest:
             best, fastest = splits, total
     return best
@@ -271,7 +279,7 @@ class _Short(Call):
         block_bytes = block * (self.meta["BLOCK_D"] + self.meta["BLOCK_DV"]) * self.x.k.element_size()
         room = self.device.shared_memory // (block_bytes * self.config.num_stages)
         each = max(1, min(room, 16 // self.config.num_warps))
-        splits = splits_of(programs, blocks, block_bytes, self.device.sms * each)
+        splits = splits_of(programs, blocks, block_bytes, self.device.sms, each)
         if self.x.kv_lens is None:
             return splits, 1
         # of ragged sequences the long ones must not be left to few programs, nor short ones be cut to pieces
@@ -301,9 +309,10 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> tuple[Launch, Launch 
     if call.splits == 1:
         return keys, None
     splits = 1 << (call.splits - 1).bit_length()
-    names = ("HEAD_DIM_V", "BLOCK_DV", "FOLD", "LEFT", "RIGHT", "LENS", "EARLY", "PIECE", "GROUP", "BLOCK_M", "BLOCK_N")
+    names = ("HEAD_DIM_V", "BLOCK_DV", "FOLD", "LEFT", "RIGHT", "LENS", "EARLY", "PIECE", "GROUP", "BLOCK_M")
     combining = {name: meta[name] for name in (*names, "launch_pdl")}
-    combining |= {"SPLITS": splits, "BLOCK_S": min(splits, 4096 // meta["BLOCK_DV"]), "num_warps": 4}
+    at_once = min(splits, 4096 // meta["BLOCK_DV"])
+    combining |= {"STEP": config.block_n, "SPLITS": splits, "BLOCK_S": at_once, "num_warps": 4}
     scalars = (*strides[-3:], call.heads, *how, *rows)
     return keys, Launch(_combine_kernel, call.batch * call.heads * call.len_q, scalars, combining)
 

@@ -1,0 +1,166 @@
+"""The kernel for few queries over many keys: what it takes, how it splits keys, and that it is right under Triton's
+interpreter, where every tile of two blocks of keys and more is split."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from adatom.device import Device, pretend
+from adatom.ops.attention import api
+from adatom.ops.attention.problem import Inputs, Options
+from adatom.registry import PASSES, choose
+
+HOPPER = Device("cuda", 90, 132, 232448)
+AMPERE = Device("cuda", 80, 108, 166912)
+
+
+def posed(queries=1, kv_heads=8, keys=8192, batch=16, dim=128, dtype=torch.bfloat16, machine=HOPPER, **options):
+    with pretend(machine):
+        q = torch.empty(1, dtype=dtype).expand(batch, 32, queries, dim)
+        k = torch.empty(1, dtype=dtype).expand(batch, kv_heads, keys, dim)
+        return api.problem_of(q, k, k, **options)[0]
+
+
+def chosen(problem):
+    return {op.removeprefix("attention_"): choose(op, problem).backend for op in PASSES["attention"]}
+
+
+@pytest.mark.parametrize("machine", [HOPPER, AMPERE])
+def test_decoding_takes_it_and_its_derivatives_do_not(machine):
+    for queries, kv_heads in ((1, 32), (1, 8), (1, 1), (4, 8), (4, 1), (16, 8)):
+        backends = chosen(posed(queries, kv_heads=kv_heads, machine=machine, causal=True))
+        assert backends.pop("fwd") == "short"
+        assert "short" not in backends.values()
+
+
+@pytest.mark.parametrize(
+    "problem, words",
+    [
+        (posed(64), "rows: queries times the query heads that share keys"),
+        (posed()._replace(varlen=True), "not packed sequences"),
+        (posed(0), "empty tensors"),
+        (posed(dim=264), "multiple of 8 from 8 to 256; got 264"),
+        (posed(dtype=torch.float64), "float16, bfloat16 and float32"),
+    ],
+)
+def test_refusals_are_words(problem, words):
+    with pytest.raises(NotImplementedError, match=words):
+        choose("attention_fwd", problem, "short")
+    assert choose("attention_fwd", problem).backend != "short"
+
+
+def planned(batch, heads, kv_heads, queries, keys, lens=False, dim=128, machine=HOPPER, window=-1):
+    """How the launcher cuts such a call: (programs for each split, splits, blocks of keys)."""
+    pytest.importorskip("triton")
+    from adatom.ops.attention.triton_short import _Short
+
+    q, k = (
+        torch.empty(1, dtype=torch.bfloat16).expand(batch, h, n, dim) for h, n in ((heads, queries), (kv_heads, keys))
+    )
+    with pretend(machine):
+        x = Inputs(q, k, k, kv_lens=torch.empty(batch, dtype=torch.int32) if lens else None)
+        call = _Short(x, Options(1.0, True, window, -1, 0.0, "tf32x3"))
+    return batch * kv_heads * call.tiles, call.splits, -(-keys // call.config.block_n)
+
+
+@pytest.mark.parametrize("machine", [HOPPER, AMPERE])
+def test_splits_fill_the_machine(machine):
+    for batch, heads, kv_heads, queries, keys in (
+        (1, 32, 8, 1, 32768),
+        (1, 32, 1, 1, 32768),
+        (4, 32, 8, 1, 4096),
+        (1, 16, 16, 64, 8192),
+        (16, 32, 8, 1, 8192),
+    ):
+        programs, splits, blocks = planned(batch, heads, kv_heads, queries, keys, machine=machine)
+        assert programs * splits >= 0.4 * machine.sms and splits <= blocks
+    for lens in (False, True):  # enough without, or nothing to split
+        assert planned(2048, 32, 8, 1, 512, lens, machine=machine)[1] == 1
+        assert planned(64, 32, 32, 1, 48, lens, machine=machine)[1] == 1
+    assert planned(64, 32, 8, 1, 65536, True, machine=machine)[1] >= 32  # one of them may be that long, alone
+    assert planned(1, 8, 8, 1, 65536, window=255, machine=machine)[1] <= 256 // 32 + 1
+
+
+def test_every_key_is_in_one_split():
+    pytest.importorskip("triton")
+    from adatom.ops.attention.triton_short import splits_of
+
+    for programs in (1, 3, 8, 100, 131, 500):
+        for blocks in (1, 2, 3, 7, 16, 61, 128, 1000):
+            splits = splits_of(programs, blocks, 32768, 132, 3)
+            per = -(-blocks // splits)
+            assert 1 <= splits <= blocks and per * (splits - 1) < blocks <= per * splits
+
+
+def interpreted(*command):
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "-W", "ignore", *command], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_small_case_passes_under_the_interpreter():
+    code = "from adatom.verify import command; import typer; typer.run(command)"
+    out = interpreted("-c", code, "--backend", "short", "--device", "cpu", "attention_fwd")
+    assert "FAILED" not in out and " 50 " in out
+
+
+SHAPES = """
+import math, torch, adatom
+
+def close(backend, expected="reference", **given):
+    found = [adatom.attention(**given, backend=b, return_lse=True) for b in (backend, expected)]
+    for a, b in zip(*found):
+        assert torch.equal(a.isinf(), b.isinf()) and not a.isnan().any()
+        assert (a - b).nan_to_num(0, 0, 0).norm() <= 1e-5 * b.nan_to_num(0, 0, 0).norm() + 1e-6
+    again = adatom.attention(**given, backend=backend)
+    assert torch.equal(again, found[0][0])
+
+torch.manual_seed(0)
+lens = torch.tensor([90, 0, 1, 37], dtype=torch.int32)
+beyond = torch.arange(91)[None, None, :, None] >= lens[:, None, None, None]
+for heads, kv_heads, queries in ((6, 2, 3), (4, 4, 1), (3, 1, 7), (16, 1, 5)):
+    q = torch.randn(4, queries, heads, 24).transpose(1, 2)
+    cache = torch.randn(2, 4, 200, kv_heads, 40).transpose(2, 3)  # a cache longer and wider than what is used of it
+    k, v = cache[0, :, :, :91, :24], cache[1, :, :, :91, 8:24]
+    for options in (
+        {}, {"causal": True}, {"window": (20, None), "causal": True}, {"window": (3, 2)}, {"window": (0, 0)},
+        {"softcap": 2.0, "sinks": torch.randn(heads), "scale": -0.5}, {"bias": torch.randn(4, heads, queries, 91)},
+        {"bias": torch.randn(2, heads, 1, 91), "causal": True}, {"bias": torch.randn(4, 1, 1, 91) - 1e9},
+        {"bias": torch.rand(1, heads, queries, 91) > 0.5, "sinks": torch.randn(heads)},
+    ):
+        close("short", q=q, k=k, v=v, **options)
+        close("short", q=q, k=k, v=v, kv_lens=lens, **options)
+    hidden = [x.masked_fill(beyond, math.nan) for x in (k, v)]
+    a = adatom.attention(q, *hidden, kv_lens=lens, causal=True, backend="short")
+    assert torch.equal(a, adatom.attention(q, k, v, kv_lens=lens, causal=True, backend="short"))
+"""
+
+
+def test_heads_masks_and_caches():
+    interpreted("-c", SHAPES)
+
+
+GRADIENTS = """
+import torch, adatom
+assert adatom.explain("attention", *(torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 200), (2, 200))))[1].chosen
+found = []
+for backend in (None, "reference"):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 16, requires_grad=True) for h, n in ((4, 3), (2, 200), (2, 200)))
+    out = adatom.attention(q, k, v, causal=True, backend=backend)
+    grads = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
+    found.append([out, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))])
+for a, b in zip(*found):
+    assert (a - b).norm() <= 1e-5 * b.norm()
+"""
+
+
+def test_gradients_come_from_other_rows():
+    interpreted("-c", GRADIENTS)
