@@ -108,35 +108,32 @@ def interpreted(*command):
 def test_every_small_case_passes_under_the_interpreter():
     code = "from adatom.verify import command; import typer; typer.run(command)"
     out = interpreted("-c", code, "--backend", "short", "--device", "cpu", "attention_fwd")
-    assert "FAILED" not in out and " 50 " in out
+    assert "FAILED" not in out and int(out.split(" short ")[1].split()[0]) > 50
 
 
 SHAPES = """
 import math, torch, adatom
 
-def close(backend, expected="reference", **given):
-    found = [adatom.attention(**given, backend=b, return_lse=True) for b in (backend, expected)]
+def close(**given):
+    found = [adatom.attention(**given, backend=b, return_lse=True) for b in ("short", "reference")]
     for a, b in zip(*found):
         assert torch.equal(a.isinf(), b.isinf()) and not a.isnan().any()
         assert (a - b).nan_to_num(0, 0, 0).norm() <= 1e-5 * b.nan_to_num(0, 0, 0).norm() + 1e-6
-    again = adatom.attention(**given, backend=backend)
-    assert torch.equal(again, found[0][0])
 
 torch.manual_seed(0)
-lens = torch.tensor([90, 0, 1, 37], dtype=torch.int32)
-beyond = torch.arange(91)[None, None, :, None] >= lens[:, None, None, None]
-for heads, kv_heads, queries in ((6, 2, 3), (4, 4, 1), (3, 1, 7), (16, 1, 5)):
-    q = torch.randn(4, queries, heads, 24).transpose(1, 2)
-    cache = torch.randn(2, 4, 200, kv_heads, 40).transpose(2, 3)  # a cache longer and wider than what is used of it
-    k, v = cache[0, :, :, :91, :24], cache[1, :, :, :91, 8:24]
+lens = torch.tensor([70, 0, 37], dtype=torch.int32)
+beyond = torch.arange(71)[None, None, :, None] >= lens[:, None, None, None]
+for heads, kv_heads, queries in ((6, 2, 3), (2, 2, 1), (6, 1, 5)):
+    q = torch.randn(3, queries, heads, 24).transpose(1, 2)
+    cache = torch.randn(2, 3, 200, kv_heads, 40).transpose(2, 3)  # a cache longer and wider than what is used of it
+    k, v = cache[0, :, :, :71, :24], cache[1, :, :, :71, 8:24]
     for options in (
-        {}, {"causal": True}, {"window": (20, None), "causal": True}, {"window": (3, 2)}, {"window": (0, 0)},
-        {"softcap": 2.0, "sinks": torch.randn(heads), "scale": -0.5}, {"bias": torch.randn(4, heads, queries, 91)},
-        {"bias": torch.randn(2, heads, 1, 91), "causal": True}, {"bias": torch.randn(4, 1, 1, 91) - 1e9},
-        {"bias": torch.rand(1, heads, queries, 91) > 0.5, "sinks": torch.randn(heads)},
+        {}, {"window": (20, None), "causal": True}, {"window": (3, 2)}, {"window": (0, 0), "kv_lens": lens},
+        {"softcap": 2.0, "sinks": torch.randn(heads), "scale": -0.5, "kv_lens": lens, "causal": True},
+        {"bias": torch.randn(3, heads, queries, 71)}, {"bias": torch.randn(1, heads, 1, 71), "kv_lens": lens},
+        {"bias": torch.randn(3, 1, 1, 71) - 1e9}, {"bias": torch.rand(1, heads, queries, 71) > 0.5, "causal": True},
     ):
-        close("short", q=q, k=k, v=v, **options)
-        close("short", q=q, k=k, v=v, kv_lens=lens, **options)
+        close(q=q, k=k, v=v, **options)
     hidden = [x.masked_fill(beyond, math.nan) for x in (k, v)]
     a = adatom.attention(q, *hidden, kv_lens=lens, causal=True, backend="short")
     assert torch.equal(a, adatom.attention(q, k, v, kv_lens=lens, causal=True, backend="short"))
@@ -149,11 +146,11 @@ def test_heads_masks_and_caches():
 
 GRADIENTS = """
 import torch, adatom
-assert adatom.explain("attention", *(torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 200), (2, 200))))[1].chosen
+assert adatom.explain("attention", *(torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 70), (2, 70))))[1].chosen
 found = []
 for backend in (None, "reference"):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, n, 16, requires_grad=True) for h, n in ((4, 3), (2, 200), (2, 200)))
+    q, k, v = (torch.randn(2, h, n, 16, requires_grad=True) for h, n in ((4, 3), (2, 70), (2, 70)))
     out = adatom.attention(q, k, v, causal=True, backend=backend)
     grads = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
     found.append([out, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))])
