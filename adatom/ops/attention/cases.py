@@ -172,6 +172,8 @@ _PACKED: tuple[tuple[str, int, int, tuple[int, int], int, int, dict[str, Any]], 
     ("256 causal", 9, 4, (700, 700), 256, 192, {"causal": True}),
     ("short", 99, 8, (150, 150), 64, 64, {"causal": True}),
     ("three consumers", 1, 2, (3300, 3300), 64, 40, {"causal": True}),
+    ("few", 70, 2, (4, 1500), 128, 128, {"causal": True}),
+    ("few, window", 33, 1, (3, 900), 64, 40, {"causal": True, "window": (500, None), "sinks": True}),
 )
 _FEW: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
     ("plain", (3, 8, 8), (1, 1333), 64, BF16, {}),

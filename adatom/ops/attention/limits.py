@@ -85,14 +85,15 @@ def triton_second(p: Problem) -> str | None:
 
 
 def short(p: Problem) -> str | None:
-    """Few queries over many keys: at most 128 rows (queries x query heads of a kv head), padded batches."""
+    """Few queries over many keys: at most 128 rows (queries x query heads of a kv head) of a sequence."""
     if (why := triton(p)) is not None:
         return why
-    if p.varlen:
-        return "takes padded batches (kv_lens), not packed sequences"
     if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
-    if p.seqlen_q * (p.heads // p.kv_heads) > 128:
+    group = p.heads // p.kv_heads
+    if p.varlen and group > 16:
+        return "takes packed sequences of at most 16 query heads to a kv head"
+    if p.seqlen_q * group > 128 * (p.batch if p.varlen else 1):
         return "takes at most 128 rows: queries times the query heads that share keys"
     return None
 
