@@ -22,6 +22,8 @@ def _square(name: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, *more
     return Case(name, b, h, options.pop("kv_heads", h), s, options.pop("seqlen_k", s), d, d, dtype, *more, **options)
 
 
+_ALL: dict[str, Any] = {"causal": True, "softcap": 5.0, "sinks": True, "kv_lens": True, "scale": 0.4}
+
 SMALL: tuple[Case, ...] = (
     # dtypes and precisions
     Case("plain f32", 1, 1, 1, 33, 33, 16, 16, F32),
@@ -87,18 +89,7 @@ SMALL: tuple[Case, ...] = (
     Case("varlen causal gqa bf16", 5, 2, 1, 19, 35, 16, 16, BF16, varlen=True, causal=True),
     Case("varlen everything", 4, 2, 1, 33, 21, 16, 8, F32, varlen=True, window=(9, 4), softcap=3.0, sinks=True),
     # everything at once
-    Case(
-        "everything",
-        *(3, 2, 1, 21, 35, 24, 16, F32),
-        bias="1hqk",
-        causal=True,
-        window=(20, None),
-        softcap=5.0,
-        sinks=True,
-        kv_lens=True,
-        scale=0.4,
-        layout="bshd",
-    ),
+    Case("everything", 3, 2, 1, 21, 35, 24, 16, F32, bias="1hqk", window=(20, None), layout="bshd", **_ALL),
     Case("everything f16", 2, 4, 1, 17, 33, 16, 24, F16, bias="b1qk-inf", causal=True, softcap=4.0, sinks=True),
 )
 
@@ -348,17 +339,7 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, rows apart", 60, 8, 2, 33, 64, 8, 24, F32, bias="b11k", layout="apart"),
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
-    Case(
-        "neighbours, everything",
-        *(600, 4, 2, 100, 60, 24, 32, F32),
-        bias="b11k-inf",
-        causal=True,
-        window=(50, None),
-        softcap=5.0,
-        sinks=True,
-        kv_lens=True,
-        scale=0.4,
-    ),
+    Case("neighbours, everything", 600, 4, 2, 100, 60, 24, 32, F32, bias="b11k-inf", window=(50, None), **_ALL),
     # few queries over many keys
     *(
         Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)
