@@ -42,7 +42,8 @@ def test_decoding_takes_it_and_its_derivatives_do_not(machine):
     "problem, words",
     [
         (posed(64), "rows: queries times the query heads that share keys"),
-        (posed()._replace(varlen=True), "not packed sequences"),
+        (posed()._replace(varlen=True, kv_heads=1), "packed sequences of at most 16 query heads"),
+        (posed()._replace(varlen=True, seqlen_q=8192), "rows: queries times"),
         (posed(0), "empty tensors"),
         (posed(dim=264), "multiple of 8 from 8 to 256; got 264"),
         (posed(dtype=torch.float64), "float16, bfloat16 and float32"),
