@@ -173,6 +173,9 @@ _FEW: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int, torch.dtype, 
     ("kv_lens", (40, 8, 8), (1, 5000), 128, BF16, {"kv_lens": True, "sinks": True}),
     ("two tiles", (2, 8, 1), (11, 2500), 64, BF16, {"causal": True, "kv_lens": True}),
     ("64 queries", (1, 4, 4), (64, 8000), 128, BF16, {"causal": True}),
+    ("100 queries", (1, 4, 2), (100, 3000), 64, F16, {"causal": True, "sinks": True}),
+    ("seven tiles", (8, 16, 2), (50, 1500), 128, BF16, {"causal": True, "kv_lens": True}),
+    ("many", (50, 8, 8), (1, 2100), 128, BF16, {}),
     ("window", (4, 16, 2), (5, 4000), 128, BF16, {"causal": True, "window": (700, None), "sinks": True}),
     ("window both", (2, 8, 2), (16, 900), 64, F16, {"window": (100, 50)}),
     ("softcap", (3, 8, 2), (7, 1500), 96, BF16, {"softcap": 3.0, "sinks": True, "kv_lens": True, "magnitude": 4.0}),
@@ -419,7 +422,8 @@ BENCH: dict[str, tuple[Case, ...]] = {
             *((1, 32, 8, 1, 32768), (16, 32, 32, 1, 4096), (16, 32, 8, 1, 8192), (64, 32, 4, 1, 4096)),
             *((64, 32, 8, 1, 512), (16, 32, 8, 4, 8192), (16, 32, 8, 16, 8192), (16, 32, 1, 1, 32768)),
         )
-    ),
+    )
+    + (Case("packed (64,32,8) 1 over to 8192", 64, 32, 8, 1, 8192, 128, 128, BF16, causal=True, varlen=True),),
     "head_dims": tuple(
         _square(f"D{d}", 8, max(1, 2048 // d), 4096, d, BF16, causal=True)
         for d in (16, 32, 40, 64, 80, 96, 128, 192, 256)

@@ -316,6 +316,7 @@ class _Short(Call):
         if self.len_q == 1 and self.right >= 0 and not self.varlen:  # the last query sees the last key
             self.right, self.meta["RIGHT"] = -1, False
         self.splits, self.least = self._splits()
+        self._deepen()
 
     def _splits(self) -> tuple[int, int]:
         block, keys = self.config.block_n, self.keys
@@ -336,9 +337,17 @@ class _Short(Call):
             return splits, 1
         # of ragged sequences the long ones must not be left to few programs, nor short ones be cut to pieces
         least = min(blocks, max(1, (256 if programs < self.device.sms else 1024) // block))
-        if self.varlen:
-            return min(max(splits, -(-self.len_k // 2048), -(-8 * self.device.sms // programs)), MOST_SPLITS), least
+        if self.varlen:  # some may be twice as long as the average, and more
+            return min(max(splits, -(-keys // 1024), -(-8 * self.device.sms // programs)), MOST_SPLITS), least
         return min(max(splits, -(-keys // 2048)), MOST_SPLITS, -(-blocks // least)), least
+
+    def _deepen(self) -> None:
+        """Two programs on a multiprocessor in place of three, and a stage more, where each has much to do and is one of
+        many: they come in whole waves more often."""
+        deep = self.kind == "half" and 64 < max(self.head_dim, self.head_dim_v) <= 128 and self.config.num_stages == 3
+        many = self.splits == 1 and self.batch * self.kv_heads * self.tiles > 3 * self.device.sms
+        if deep and many and self.device.arch >= 90 and self.device.shared_memory > 2**17 and self.keys > 2048:
+            self.config = self.config._replace(num_stages=4)
 
 
 def _launches(x: Inputs, o: Options, out: torch.Tensor) -> tuple[Launch, Launch | None]:
