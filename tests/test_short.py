@@ -167,11 +167,11 @@ def test_heads_masks_and_caches():
 
 GRADIENTS = """
 import torch, adatom
-assert adatom.explain("attention", *(torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 70), (2, 70))))[1].chosen
+assert adatom.explain("attention", *(torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 130), (2, 130))))[1].chosen
 found = []
 for backend in (None, "reference"):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, n, 16, requires_grad=True) for h, n in ((4, 3), (2, 70), (2, 70)))
+    q, k, v = (torch.randn(2, h, n, 16, requires_grad=True) for h, n in ((4, 3), (2, 130), (2, 130)))
     out = adatom.attention(q, k, v, causal=True, backend=backend)
     grads = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
     found.append([out, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))])
