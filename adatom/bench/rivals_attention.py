@@ -28,12 +28,12 @@ THREE_ORDERS = ("second", "neighbours")  # groups in which forward, backward and
 
 def passes(group: str, case: Case) -> tuple[str, ...]:
     """What is timed: all three orders in THREE_ORDERS, forwards without and with tangents in group "jvp", the forward
-    alone for a single query, else both passes."""
+    alone for decoding and single queries, else both passes."""
     if group in THREE_ORDERS:
         return ("forward", "backward", "double backward")
     if group == "jvp":
         return ("forward", "forward mode")
-    return ("forward",) if case.seqlen_q == 1 else ("forward", "backward")
+    return ("forward",) if case.seqlen_q == 1 or group == "decode" else ("forward", "backward")
 
 
 def _refuse(case: Case, **does: bool) -> None:
@@ -243,6 +243,24 @@ def _flash_attn(module: str, unbounded: int | None, sinks: bool = False) -> Bind
     return bind
 
 
+def _flash_cache(case: Case, given: dict[str, Any]) -> Call:
+    """FlashAttention-3's function for decoding, which splits keys over programs."""
+    _refuse(case, window=True, softcap=True, gqa=True, kv_lens=True)
+    _needs_gpu(given)
+    flash = importlib.import_module("flash_attn_interface")
+    whole = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=given["q"].device)
+    options: dict[str, Any] = {"causal": case.causal, "softmax_scale": _scale(case), "softcap": case.softcap or 0.0}
+    options |= {"cache_seqlens": given.get("kv_lens", whole)}
+    if case.window is not None:
+        options["window_size"] = tuple(-1 if w is None else w for w in case.window)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = flash.flash_attn_with_kvcache(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return out.transpose(1, 2)
+
+    return call
+
+
 # xformers, cuEquivariance ------------------------------------------------------------------------------------------
 
 
@@ -332,6 +350,9 @@ RIVALS: tuple[Rival, ...] = (
         ("flash-attn-3", "tokenspeed-fa3"),
         _flash_attn("flash_attn_interface", -1),
         _everywhere,
+    ),
+    Rival(
+        "flash_attn_3_cache", ("flash-attn-3", "tokenspeed-fa3"), _flash_cache, lambda case, group: group == "decode"
     ),
     Rival("flash_attn_4", ("flash-attn-4",), _flash_attn("flash_attn.cute", None, True), _everywhere),
     Rival("xformers", ("xformers",), _xformers, _everywhere),

@@ -22,6 +22,8 @@ def _square(name: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, *more
     return Case(name, b, h, options.pop("kv_heads", h), s, options.pop("seqlen_k", s), d, d, dtype, *more, **options)
 
 
+_ALL: dict[str, Any] = {"causal": True, "softcap": 5.0, "sinks": True, "kv_lens": True, "scale": 0.4}
+
 SMALL: tuple[Case, ...] = (
     # dtypes and precisions
     Case("plain f32", 1, 1, 1, 33, 33, 16, 16, F32),
@@ -87,18 +89,7 @@ SMALL: tuple[Case, ...] = (
     Case("varlen causal gqa bf16", 5, 2, 1, 19, 35, 16, 16, BF16, varlen=True, causal=True),
     Case("varlen everything", 4, 2, 1, 33, 21, 16, 8, F32, varlen=True, window=(9, 4), softcap=3.0, sinks=True),
     # everything at once
-    Case(
-        "everything",
-        *(3, 2, 1, 21, 35, 24, 16, F32),
-        bias="1hqk",
-        causal=True,
-        window=(20, None),
-        softcap=5.0,
-        sinks=True,
-        kv_lens=True,
-        scale=0.4,
-        layout="bshd",
-    ),
+    Case("everything", 3, 2, 1, 21, 35, 24, 16, F32, bias="1hqk", window=(20, None), layout="bshd", **_ALL),
     Case("everything f16", 2, 4, 1, 17, 33, 16, 24, F16, bias="b1qk-inf", causal=True, softcap=4.0, sinks=True),
 )
 
@@ -172,6 +163,36 @@ _PACKED: tuple[tuple[str, int, int, tuple[int, int], int, int, dict[str, Any]], 
     ("256 causal", 9, 4, (700, 700), 256, 192, {"causal": True}),
     ("short", 99, 8, (150, 150), 64, 64, {"causal": True}),
     ("three consumers", 1, 2, (3300, 3300), 64, 40, {"causal": True}),
+    ("few", 70, 2, (4, 1500), 128, 128, {"causal": True}),
+    ("few, window", 33, 1, (3, 900), 64, 40, {"causal": True, "window": (500, None), "sinks": True}),
+)
+_FEW: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
+    ("plain", (3, 8, 8), (1, 1333), 64, BF16, {}),
+    ("gqa", (5, 32, 4), (4, 2049), 128, BF16, {"causal": True, "layout": "bshd"}),
+    ("mqa, kv_lens", (9, 16, 1), (3, 3000), 128, F16, {"causal": True, "kv_lens": True}),
+    ("kv_lens", (40, 8, 8), (1, 5000), 128, BF16, {"kv_lens": True, "sinks": True}),
+    ("two tiles", (2, 8, 1), (11, 2500), 64, BF16, {"causal": True, "kv_lens": True}),
+    ("64 queries", (1, 4, 4), (64, 8000), 128, BF16, {"causal": True}),
+    ("100 queries", (1, 4, 2), (100, 3000), 64, F16, {"causal": True, "sinks": True}),
+    ("seven tiles", (8, 16, 2), (50, 1500), 128, BF16, {"causal": True, "kv_lens": True}),
+    ("many", (50, 8, 8), (1, 2100), 128, BF16, {}),
+    ("window", (4, 16, 2), (5, 4000), 128, BF16, {"causal": True, "window": (700, None), "sinks": True}),
+    ("window both", (2, 8, 2), (16, 900), 64, F16, {"window": (100, 50)}),
+    ("softcap", (3, 8, 2), (7, 1500), 96, BF16, {"softcap": 3.0, "sinks": True, "kv_lens": True, "magnitude": 4.0}),
+    ("large scores", (2, 8, 2), (4, 4100), 128, F16, {"magnitude": 12.0}),
+    ("bias bhqk", (2, 8, 2), (8, 1200), 128, BF16, {"bias": "bhqk"}),
+    ("bias bh1k", (3, 8, 2), (4, 1303), 64, BF16, {"bias": "bh1k", "bias_dtype": F32, "kv_lens": True}),
+    ("bias b11k -far", (3, 8, 1), (2, 1500), 128, BF16, {"bias": "b11k-far", "causal": True}),
+    ("bias 2hqk -inf", (4, 8, 4), (9, 1400), 40, F16, {"bias": "2hqk-inf", "sinks": True}),
+    ("bias b1qk bool", (2, 4, 4), (3, 1111), 80, BF16, {"bias": "b1qk-bool", "window": (900, 20)}),
+    ("bias 1h1k", (4, 8, 8), (1, 1600), 128, BF16, {"bias": "1h1k"}),
+    ("256", (3, 8, 1), (8, 1111), 256, BF16, {"causal": True}),
+    ("rows apart", (2, 8, 4), (5, 1000), 72, BF16, {"layout": "apart", "bias": "1hqk"}),
+    ("tf32x3 64", (2, 8, 2), (4, 1500), 64, F32, {"causal": True, "kv_lens": True}),
+    ("tf32x3 128", (2, 4, 2), (16, 900), 128, F32, {"bias": "bhqk"}),
+    ("tf32x3 256", (1, 4, 1), (5, 700), 256, F32, {"sinks": True}),
+    ("tf32 128", (2, 8, 2), (5, 1100), 128, F32, {"precision": "tf32", "softcap": 4.0}),
+    ("ieee 96", (2, 8, 2), (3, 900), 96, F32, {"precision": "ieee", "window": (500, None), "causal": True}),
 )
 
 GPU: tuple[Case, ...] = (
@@ -321,17 +342,15 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, rows apart", 60, 8, 2, 33, 64, 8, 24, F32, bias="b11k", layout="apart"),
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
-    Case(
-        "neighbours, everything",
-        *(600, 4, 2, 100, 60, 24, 32, F32),
-        bias="b11k-inf",
-        causal=True,
-        window=(50, None),
-        softcap=5.0,
-        sinks=True,
-        kv_lens=True,
-        scale=0.4,
+    Case("neighbours, everything", 600, 4, 2, 100, 60, 24, 32, F32, bias="b11k-inf", window=(50, None), **_ALL),
+    # few queries over many keys
+    *(
+        Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)
+        for name, (batch, heads, kv_heads), lengths, d, dtype, options in _FEW
     ),
+    Case("few 192 and 128", 3, 16, 2, 4, 2000, 192, 128, BF16, causal=True),
+    Case("few 40 and 24", 3, 16, 2, 4, 2000, 40, 24, F16, kv_lens=True),
+    Case("over 2**31 elements of keys", 33, 8, 8, 1, 65600, 128, 128, BF16),
     Case("over 65535 heads", 4200, 16, 16, 17, 20, 16, 16, BF16),
     Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 40, 40, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
@@ -397,6 +416,14 @@ BENCH: dict[str, tuple[Case, ...]] = {
     "short": tuple(
         _square(f"S{s} D{d}", _TOKENS // s, 1024 // d, s, d, BF16) for d in (64, 128) for s in (64, 128, 256, 512)
     ),
+    "decode": tuple(  # queries of (batch, heads, kv_heads) over so many keys
+        Case(f"({b},{h},{kv}) {q} over {k}", b, h, kv, q, k, 128, 128, BF16, causal=q > 1, layout="bshd")
+        for b, h, kv, q, k in (
+            *((1, 32, 8, 1, 32768), (16, 32, 32, 1, 4096), (16, 32, 8, 1, 8192), (64, 32, 4, 1, 4096)),
+            *((64, 32, 8, 1, 512), (16, 32, 8, 4, 8192), (16, 32, 8, 16, 8192), (16, 32, 1, 1, 32768)),
+        )
+    )
+    + (Case("packed (64,32,8) 1 over up to 8192", 64, 32, 8, 1, 8192, 128, 128, BF16, varlen=True),),
     "head_dims": tuple(
         _square(f"D{d}", 8, max(1, 2048 // d), 4096, d, BF16, causal=True)
         for d in (16, 32, 40, 64, 80, 96, 128, 192, 256)

@@ -84,6 +84,22 @@ def triton_second(p: Problem) -> str | None:
     return None
 
 
+def short(p: Problem) -> str | None:
+    """Few queries over many keys, where it was timed (docs/decode.md): 16, without a bias in 16 bits more."""
+    if (why := triton(p)) is not None:
+        return why
+    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
+        return "does not take empty tensors"
+    if p.varlen and p.heads // p.kv_heads > 16:
+        return "takes packed sequences of at most 16 query heads to a kv head"
+    most = 16
+    if not p.varlen and p.bias == "none" and p.dtype != torch.float32:
+        most = 128 if p.batch * p.heads < 64 else 64 if max(p.head_dim, p.head_dim_v) > 64 else 16
+    if p.seqlen_q > most * (p.batch if p.varlen else 1):
+        return f"takes at most {most} queries of such problems"
+    return None
+
+
 def hopper_fwd(p: Problem) -> str | None:
     """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
     if p.device.kind != "cuda":

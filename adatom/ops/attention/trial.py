@@ -347,6 +347,17 @@ COMPILE_TILE: tuple[Case, ...] = (
             ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
         )
     ),
+    *(  # few queries: 16 and 64 rows of a tile
+        Case(f"{kind_of(*kind)} {d} few {rows}", 4, 16, 2, rows // 8, 4096, d, d, *kind, causal=True)
+        for kind in KINDS
+        for d in (64, 128, 256)
+        for rows in (8, 64)
+    ),
+    *(
+        Case(f"bf16 128 few {name}", 4, 16, 2, 2, 4096, 128, 96, BF16, **options)
+        for name, options in (*_VARIANTS[:9], ("whole", {}), ("ragged", {"kv_lens": True, "sinks": True}))
+    ),
+    Case("bf16 64 few full", 4, 16, 2, 8, 512, 64, 64, BF16),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
     Case("bf16 32 whole heads f32 bias", 64, 4, 4, 512, 512, 32, 32, BF16, **_MOST_SHARED_MEMORY),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
@@ -365,7 +376,8 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
-QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
+QUICK_TILES: tuple[str, ...] = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
+QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
