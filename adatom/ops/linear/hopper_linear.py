@@ -15,14 +15,18 @@ S, W, and the ring carries
 of which both consumers read what is marked *: only S, the solos, comes twice. While one consumer computes a solo, the
 other is in its epilogue. The longer the epilogue, the longer S; with an empty S the ring alone lets one go ahead. A run
 of one tile has nothing but U: the consumers go side by side.
+
+CUT: which runs a program works on, and which tiles are cut along k, says a table (`hopper_cuts.py`).
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from adatom.device import facts
+from adatom.ops.linear.hopper_cuts import divide
 from adatom.ops.linear.problem import Inputs, Options, suits_tma
 from adatom.ops.linear.torch_linear import products
 from adatom.tiles.hopper import (
@@ -36,6 +40,7 @@ from adatom.tiles.hopper import (
     tma,
     wait_empty,
     wait_for_previous,
+    wait_turn,
 )
 from adatom.tiles.hopper_gemm import (
     Launch,
@@ -51,6 +56,7 @@ from adatom.tiles.hopper_gemm import (
 from adatom.tiles.triton_dense import gradient, remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
+SLOT = 2 * 64 * 256  # elements of a tile's sum
 
 
 class Config(NamedTuple):
@@ -81,6 +87,7 @@ class Plan:
     KEEP: bool
     GRAD: bool
     ADD: bool
+    CUT: bool
     A_COLS: bool
     B_COLS: bool
     BLOCK_M: int
@@ -101,19 +108,38 @@ def _plan(*args):
 
 
 @gluon.jit
-def _run(r, M, N, run, PLAN: gl.constexpr):
-    """First row, number of tiles and first column of run r, of up to `run` tiles."""
-    ROWS: gl.constexpr = 2 * PLAN.BLOCK_M
-    COLUMNS: gl.constexpr = PLAN.OUT_N
-    GROUP: gl.constexpr = PLAN.GROUP
-    tiles = (M + ROWS - 1) // ROWS
-    m, n = raster(r, (tiles + run - 1) // run, (N + COLUMNS - 1) // COLUMNS, GROUP)
-    return m * run * ROWS, gl.minimum(tiles - m * run, run), n * COLUMNS
+def _runs(Table, n_runs, PLAN: gl.constexpr):
+    """The runs of this program as a range: first, end, step."""
+    if PLAN.CUT:
+        at = Table + 8 * n_runs + gl.program_id(0)
+        return gl.load(at), gl.load(at + 1), 1
+    else:
+        return gl.program_id(0), n_runs, gl.num_programs(0)
 
 
 @gluon.jit
-def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs,
-              PLAN: gl.constexpr):
+def _run(r, Table, M, N, k_tiles, u, solo, run, PLAN: gl.constexpr):
+    """Run r: its first row, rows from tile to tile, number of tiles, first column; its first tile of k, how many, how
+    many of them are U and S; the slot and others of `hopper_cuts.Line`."""
+    ROWS: gl.constexpr = 2 * PLAN.BLOCK_M
+    COLUMNS: gl.constexpr = PLAN.OUT_N
+    GROUP: gl.constexpr = PLAN.GROUP
+    if PLAN.CUT:
+        at = Table + 8 * r
+        count = gl.load(at + 2)
+        begin = gl.load(at + 4)
+        length = gl.load(at + 5) - begin
+        several = count > 1
+        return (gl.load(at), gl.load(at + 1), count, gl.load(at + 3), begin, length, gl.where(several, u, length),
+                gl.where(several, solo, 0), gl.load(at + 6), gl.load(at + 7))
+    else:
+        tiles = (M + ROWS - 1) // ROWS
+        m, n = raster(r, (tiles + run - 1) // run, (N + COLUMNS - 1) // COLUMNS, GROUP)
+        return (m * run * ROWS, ROWS, gl.minimum(tiles - m * run, run), n * COLUMNS, 0, k_tiles, u, solo, 0, 0)
+
+
+@gluon.jit
+def _producer(A, B, Up, Table, a_s, b_s, full, empty, M, N, all_k, all_u, solos, run, n_runs, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     A_COLS: gl.constexpr = PLAN.A_COLS
@@ -121,8 +147,9 @@ def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_ru
     PARTS: gl.constexpr = 2 if PLAN.GATED else 1
     BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
     n = 0
-    for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
-        row, count, column = _run(r, M, N, run, PLAN)
+    first_run, end_run, step_run = _runs(Table, n_runs, PLAN)
+    for r in range(first_run, end_run, step_run):
+        row, step, count, column, k0, k_tiles, u, solo, _, _ = _run(r, Table, M, N, all_k, all_u, solos, run, PLAN)
         for block in range(2, 4 * count + 3):  # U, S, W, S of each turn, of which there is one more than tiles
             turn = block // 4
             which = block % 4
@@ -130,9 +157,9 @@ def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_ru
             end = gl.where(which == 0, u, gl.where(which == 2, k_tiles, u + solo))
             first = (which != 1) & ((which == 0) | (turn < count))
             second = (which != 3) & (turn > 0)
-            upper = row + gl.where(which == 0, turn - 1, turn) * (2 * BLOCK_M)
-            lower = row + (turn - 1) * (2 * BLOCK_M) + BLOCK_M
-            for k in range(begin, end):
+            upper = row + gl.where(which == 0, turn - 1, turn) * step
+            lower = row + (turn - 1) * step + BLOCK_M
+            for k in range(k0 + begin, k0 + end):
                 wait_empty(empty, n, STAGES)
                 i = slot(n, STAGES)
                 bar = full.index(i)
@@ -187,8 +214,40 @@ def _load(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
-              PLAN: gl.constexpr):
+def _places(Work, slot, first, C: gl.constexpr, PLAN: gl.constexpr):
+    """Where columns first.. first + PIECE of a sum of consumer C lie in a slot."""
+    LAYOUT: gl.constexpr = acc_layout(PLAN.PIECE)
+    i = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, PLAN.PIECE, layout=gl.SliceLayout(0, LAYOUT))
+    base = Work + (2 * slot + C) * (PLAN.BLOCK_M * PLAN.BLOCK_N) + first
+    return base + (i[:, None] * PLAN.BLOCK_N + j[None, :])
+
+
+@gluon.jit
+def _give(acc, Work, Flags, slot, C: gl.constexpr, PLAN: gl.constexpr):
+    """Write a sum to a slot, for another program to add."""
+    PIECES: gl.constexpr = PLAN.BLOCK_N // PLAN.PIECE
+    parts = split_columns(acc, PIECES)
+    for p in gl.static_range(PIECES):
+        gl.store(_places(Work, slot, p * PLAN.PIECE, C, PLAN), parts[p])
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.barrier()
+    gl.inline_asm_elementwise("st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [Flags + 2 * slot + C, 1],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _with_others(z, Work, slot, others, first, C: gl.constexpr, PLAN: gl.constexpr):
+    """A piece of a sum, and what other programs wrote for it."""
+    if PLAN.CUT:
+        for s in range(slot, slot + others):
+            z += gl.load(_places(Work, s, first, C, PLAN))
+    return z
+
+
+@gluon.jit
+def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, N, stride_d, slot, others,
+              C: gl.constexpr, PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
     PIECES: gl.constexpr = PLAN.OUT_N // PIECE
@@ -197,7 +256,7 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, str
     if PLAN.GATED:
         gates, ups = split_columns(acc, 2)
         parts = split_columns(gates, PIECES)
-        others = split_columns(ups, PIECES)
+        others_of = split_columns(ups, PIECES)
     else:
         parts = split_columns(acc, PIECES)
     if PLAN.BIAS:
@@ -205,7 +264,9 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, str
     if PLAN.GRAD:
         ahead = _load(D, row, column, M, N, stride_d, PLAN)
     for p in gl.static_range(PIECES):
-        z = parts[p]
+        z = _with_others(parts[p], Work, slot, others, p * PIECE, C, PLAN)
+        if PLAN.GATED:
+            other = _with_others(others_of[p], Work, slot, others, PLAN.OUT_N + p * PIECE, C, PLAN)
         c = column + p * PIECE
         if PLAN.BIAS:
             z = z + bias_s.index(C).slice(p * PIECE, PIECE).load(COLUMNS)[None, :]
@@ -215,15 +276,15 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, str
                 ahead = _load(D, row, c + PIECE, M, N, stride_d, PLAN)
             value, slope = value_and_slope(z, ACT)
             if PLAN.GATED:
-                _emit(Pre, d * others[p] * slope, row, c, c_s, C, 2 * p, PLAN)
+                _emit(Pre, d * other * slope, row, c, c_s, C, 2 * p, PLAN)
                 _emit(PreUp, d * value, row, c, c_s, C, 2 * p + 1, PLAN)
             else:
                 _emit(Out, d * slope, row, c, c_s, C, p, PLAN)
         elif PLAN.GATED:
             if PLAN.KEEP:
                 _emit(Pre, z, row, c, c_s, C, 3 * p, PLAN)
-                _emit(PreUp, others[p], row, c, c_s, C, 3 * p + 1, PLAN)
-            _emit(Out, activation(z, ACT) * others[p], row, c, c_s, C, 3 * p + 2 if PLAN.KEEP else p, PLAN)
+                _emit(PreUp, other, row, c, c_s, C, 3 * p + 1, PLAN)
+            _emit(Out, activation(z, ACT) * other, row, c, c_s, C, 3 * p + 2 if PLAN.KEEP else p, PLAN)
         else:
             if PLAN.KEEP:
                 _emit(Pre, z, row, c, c_s, C, 2 * p, PLAN)
@@ -231,18 +292,20 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, str
 
 
 @gluon.jit
-def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo,
-              run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
+def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, all_k,
+              all_u, solos, run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
-    w = k_tiles - u - solo
     n = 0
     done = 0
-    for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
-        row, count, column = _run(r, M, N, run, PLAN)
+    first_run, end_run, step_run = _runs(Table, n_runs, PLAN)
+    for r in range(first_run, end_run, step_run):
+        row, step, count, column, _, k_tiles, u, solo, slot, others = _run(r, Table, M, N, all_k, all_u, solos, run,
+                                                                           PLAN)
+        w = k_tiles - u - solo
         if C == 1:
             n += w + solo
         for tile in range(count):
@@ -251,7 +314,7 @@ def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turn
                 j = column + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0]))
                 bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
             if PLAN.GRAD:
-                _prefetch(D, row + (2 * tile + C) * BLOCK_M, column, M, N, stride_d, PLAN)
+                _prefetch(D, row + tile * step + C * BLOCK_M, column, M, N, stride_d, PLAN)
             # what lies before n in the ring has arrived: a wait for n by parity would take an older lap for it
             if C == 0:
                 mbarrier.wait(turns.index(0), (done & 1) ^ 1)
@@ -263,8 +326,14 @@ def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turn
             acc = multiply(a_s, b_s, full, empty, n, k_tiles, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
                            BLOCK_N, STAGES)
             n += k_tiles + solo
-            _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
-                      stride_d, C, PLAN)
+            if PLAN.CUT and others < 0:
+                _give(acc, Work, Flags, slot, C, PLAN)
+            else:
+                if PLAN.CUT:
+                    for s in range(slot, slot + others):
+                        wait_turn(Flags + 2 * s + C, 1)
+                _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row + tile * step + C * BLOCK_M, column, M,
+                          N, stride_d, slot, others, C, PLAN)
         if C == 0:
             n += w
         else:
@@ -273,9 +342,9 @@ def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turn
 
 
 @gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_runs, stride_d,
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tiles, u, solo, run, n_runs, stride_d,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
+            ADD: gl.constexpr, CUT: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
             GROUP: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
@@ -283,8 +352,11 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_r
     KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was
     given, from D, that of Out; gated: to Pre and PreUp. ADD: the result is added to what Out holds.
     A_COLS, B_COLS: the operand is given as its transpose.
+    CUT: Table holds n_runs lines of `hopper_cuts.Line`, and behind them the number of each program's first and of one
+    more; Work (slots, 2, BLOCK_M, BLOCK_N) the sums that programs write for each other, when Flags (slots, 2), zeros
+    at first, say so.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, CUT, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
                                BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
@@ -299,11 +371,11 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_r
     let_next(True)
     wait_for_previous(True)
     gl.warp_specialize([
-        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
-                     solo, run, n_runs, stride_d, 0, PLAN)),
-        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
-                     solo, run, n_runs, stride_d, 1, PLAN)),
-        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                     k_tiles, u, solo, run, n_runs, stride_d, 0, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                     k_tiles, u, solo, run, n_runs, stride_d, 1, PLAN)),
+        (_producer, (A, B, Up, Table, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
     ], [4, 1], [240, 24])
 
 
@@ -340,15 +412,56 @@ def _product(
     act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
 ) -> None:  # fmt: skip
     """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
-    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias)
+    found = None if dout is not None else _table(a, b, up is not None, cols)
+    table = work = flags = None
+    if found is not None:
+        table, slots = found
+        work = a.new_empty(slots * SLOT, dtype=torch.float32)
+        flags = a.new_zeros(slots * 2, dtype=torch.int32)
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, table, work, flags)
     remembered(_launch, tensors, act, keep, add, cols)(*tensors)
+
+
+_tables: dict[tuple, tuple[torch.Tensor, int] | None] = {}
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
+    """Rows, columns and k of a product."""
+    k, rows = a.shape if "a" in cols else a.shape[::-1]
+    return rows, b.shape[1 if "b" in cols else 0], k
+
+
+def _table(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str) -> tuple[torch.Tensor, int] | None:
+    """The table of a product whose tiles had better be cut, on its device, and the number of slots; else None."""
+    rows, columns, k = _shape(a, b, cols)
+    tiles = -(-rows // 128), -(-columns // (128 if gated else 256))
+    device = facts(a.device)
+    if tiles[0] * tiles[1] < device.sms or _pick(rows, columns * (2 if gated else 1), device.sms) != WIDE:
+        return None
+    stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0  # its copy is ordered on one
+    key = *tiles, k, gated, device, a.device, stream
+    if key not in _tables:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # a copy from here is not to be captured
+        if len(_tables) >= 1024:
+            _tables.clear()
+        tile = 128, 128 if gated else 256
+        found = divide(tiles, tile, -(-k // BLOCK_K), device.sms, WIDE.group, WIDE.longest)
+        if found is not None:
+            lines, slots = found
+            numbers = [number for mine in lines for line in mine for number in line]
+            starts = [0, *itertools.accumulate(map(len, lines))]
+            table = torch.tensor(numbers + starts, dtype=torch.int32)
+            table = table.pin_memory().to(a.device, non_blocking=True) if a.is_cuda else table
+            found = table, slots
+        _tables[key] = found
+    return _tables[key]
 
 
 def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launch:
     device = facts(tensors[0].device)
-    a, b, up, out, pre, _, dout, bias = tensors
-    k, rows = a.shape if "a" in cols else a.shape[::-1]
-    columns = b.shape[1 if "b" in cols else 0]
+    a, b, up, out, pre, _, dout, bias, table, _, _ = tensors
+    rows, columns, k = _shape(a, b, cols)
     wide = columns * (1 if up is None else 2)
     config = _pick(rows, wide, device.sms)
     out_n = config.block_n // (1 if up is None else 2)
@@ -360,6 +473,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         KEEP=keep,
         GRAD=dout is not None,
         ADD=add,
+        CUT=table is not None,
         A_COLS="a" in cols,
         B_COLS="b" in cols,
         BLOCK_M=config.block_m,
@@ -383,6 +497,8 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
     tiles = -(-rows // (2 * config.block_m)), -(-columns // out_n)
     run = _length(*tiles, config.longest, device.sms)
     n_runs = -(-tiles[0] // run) * tiles[1]
+    if table is not None:
+        run, n_runs = config.longest, (table.shape[0] - device.sms - 1) // 8
     stride_d = 0 if dout is None else dout.stride(0)
     k_tiles = -(-k // BLOCK_K)
     solo = _solo(act, keep, up is not None, dout is not None)
@@ -390,7 +506,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
     u = (k_tiles - solo) // 2 if run > 1 else k_tiles
     scalars = (rows, columns, k_tiles, u, solo, run, n_runs, stride_d)
     spill = 0 if dout is None else 320
-    return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
+    return Launch(_kernel, device.sms if table is not None else min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
 def _weights(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
