@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """How the tiles of a large product are divided among programs so that all end at the same time.
 
 A product of T tiles gives each of P programs T // P of them, whole, in runs below each other. What is left, less than a
@@ -8,12 +9,17 @@ A program waits only for programs before it, and writes what others wait for bef
 a circle, and nobody for a program that has not begun, whatever else runs on the GPU.
 """
 
-from __future__ import annotations
-
+import itertools
 from typing import NamedTuple
+
+import torch
+
+from adatom.tiles.hopper import gl, gluon
+from adatom.tiles.hopper_gemm import acc_layout, split_columns
 
 MOST = 8  # programs that divide one tile
 SHORT = 4  # tiles of k: no piece is shorter
+SLOT = 2 * 64 * 256  # elements of a slot: a tile's sum
 MEND = 14  # tiles of k that a program could multiply while it writes or adds a piece, and begins a run
 
 
@@ -160,3 +166,68 @@ def _cut(lines: list[list[Line]], workers: list[int], left: list[Tile], tile: tu
     for i, p in enumerate(workers):
         lines[p] += given[i] + owned[i]
     return slot
+
+
+_tables: dict[tuple, tuple[torch.Tensor, int] | None] = {}
+
+
+def table_of(
+    a: torch.Tensor, tiles: tuple[int, int], tile: tuple[int, int], k_tiles: int, programs: int, group: int,
+    longest: int,
+) -> tuple[torch.Tensor, int] | None:
+    """What `divide` returns as the table that a kernel reads, on a's device, and the number of slots; or None.
+
+    The table: all lines, then the number of each program's first and of one more.
+    """
+    stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0  # its copy is ordered on one
+    key = *tiles, *tile, k_tiles, programs, group, longest, a.device, stream
+    if key not in _tables:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # a copy from here is not to be captured
+        if len(_tables) >= 1024:
+            _tables.clear()
+        found = divide(tiles, tile, k_tiles, programs, group, longest)
+        if found is not None:
+            lines, slots = found
+            numbers = [number for mine in lines for line in mine for number in line]
+            starts = [0, *itertools.accumulate(map(len, lines))]
+            table = torch.tensor(numbers + starts, dtype=torch.int32)
+            table = table.pin_memory().to(a.device, non_blocking=True) if a.is_cuda else table
+            found = table, slots
+        _tables[key] = found
+    return _tables[key]
+
+
+# -- on the GPU --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _places(Work, slot, first, C: gl.constexpr, PLAN: gl.constexpr):
+    """Where columns first.. first + PIECE of a sum of consumer C lie in a slot."""
+    LAYOUT: gl.constexpr = acc_layout(PLAN.PIECE)
+    i = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, PLAN.PIECE, layout=gl.SliceLayout(0, LAYOUT))
+    base = Work + (2 * slot + C) * (PLAN.BLOCK_M * PLAN.BLOCK_N) + first
+    return base + (i[:, None] * PLAN.BLOCK_N + j[None, :])
+
+
+@gluon.jit
+def give(acc, Work, Flags, slot, C: gl.constexpr, PLAN: gl.constexpr):
+    """Write a sum to a slot, for another program to add."""
+    PIECES: gl.constexpr = PLAN.BLOCK_N // PLAN.PIECE
+    parts = split_columns(acc, PIECES)
+    for p in gl.static_range(PIECES):
+        gl.store(_places(Work, slot, p * PLAN.PIECE, C, PLAN), parts[p])
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.barrier()
+    gl.inline_asm_elementwise("st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [Flags + 2 * slot + C, 1],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def with_others(z, Work, slot, others, first, C: gl.constexpr, PLAN: gl.constexpr):
+    """A piece of a sum, and what other programs wrote for it."""
+    if PLAN.CUT:
+        for s in range(slot, slot + others):
+            z += gl.load(_places(Work, s, first, C, PLAN))
+    return z

@@ -19,14 +19,15 @@ of one tile has nothing but U: the consumers go side by side.
 CUT: which runs a program works on, and which tiles are cut along k, says a table (`hopper_cuts.py`).
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from adatom.device import facts
-from adatom.ops.linear.hopper_cuts import divide
+from adatom.ops.linear import hopper_made
+from adatom.ops.linear.hopper_cuts import SLOT, give, table_of, with_others
+from adatom.ops.linear.hopper_made import TASKS, maker
 from adatom.ops.linear.problem import Inputs, Options, suits_tma
 from adatom.ops.linear.torch_linear import products
 from adatom.tiles.hopper import (
@@ -56,7 +57,7 @@ from adatom.tiles.hopper_gemm import (
 from adatom.tiles.triton_dense import gradient, remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
-SLOT = 2 * 64 * 256  # elements of a tile's sum
+MAKING = 2048  # in_features from which on a product takes longer than making dz beside it
 
 
 class Config(NamedTuple):
@@ -74,6 +75,7 @@ class Config(NamedTuple):
 
 
 WIDE = Config(64, 256, 4, 64, 2)
+SHORT = Config(64, 256, 3, 64, 4)  # room for a tile of results, where there are few tiles of k to hide them under
 NARROW = Config(64, 128, 6, 64, 2)
 
 
@@ -88,6 +90,7 @@ class Plan:
     GRAD: bool
     ADD: bool
     CUT: bool
+    MAKE: bool
     A_COLS: bool
     B_COLS: bool
     BLOCK_M: int
@@ -139,7 +142,8 @@ def _run(r, Table, M, N, k_tiles, u, solo, run, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(A, B, Up, Table, a_s, b_s, full, empty, M, N, all_k, all_u, solos, run, n_runs, PLAN: gl.constexpr):
+def _producer(A, B, Up, Table, Made, a_s, b_s, full, empty, M, N, all_k, all_u, solos, run, n_runs, chunks,
+              PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     A_COLS: gl.constexpr = PLAN.A_COLS
@@ -160,6 +164,12 @@ def _producer(A, B, Up, Table, a_s, b_s, full, empty, M, N, all_k, all_u, solos,
             upper = row + gl.where(which == 0, turn - 1, turn) * step
             lower = row + (turn - 1) * step + BLOCK_M
             for k in range(k0 + begin, k0 + end):
+                if PLAN.MAKE:
+                    if (k % 16 == 0) | (k == k0 + begin):
+                        if first:
+                            wait_turn(Made + 1 + upper // (2 * BLOCK_M) * chunks + k // 16, TASKS)
+                        if second:
+                            wait_turn(Made + 1 + lower // (2 * BLOCK_M) * chunks + k // 16, TASKS)
                 wait_empty(empty, n, STAGES)
                 i = slot(n, STAGES)
                 bar = full.index(i)
@@ -214,38 +224,6 @@ def _load(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _places(Work, slot, first, C: gl.constexpr, PLAN: gl.constexpr):
-    """Where columns first.. first + PIECE of a sum of consumer C lie in a slot."""
-    LAYOUT: gl.constexpr = acc_layout(PLAN.PIECE)
-    i = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-    j = gl.arange(0, PLAN.PIECE, layout=gl.SliceLayout(0, LAYOUT))
-    base = Work + (2 * slot + C) * (PLAN.BLOCK_M * PLAN.BLOCK_N) + first
-    return base + (i[:, None] * PLAN.BLOCK_N + j[None, :])
-
-
-@gluon.jit
-def _give(acc, Work, Flags, slot, C: gl.constexpr, PLAN: gl.constexpr):
-    """Write a sum to a slot, for another program to add."""
-    PIECES: gl.constexpr = PLAN.BLOCK_N // PLAN.PIECE
-    parts = split_columns(acc, PIECES)
-    for p in gl.static_range(PIECES):
-        gl.store(_places(Work, slot, p * PLAN.PIECE, C, PLAN), parts[p])
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.barrier()
-    gl.inline_asm_elementwise("st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [Flags + 2 * slot + C, 1],
-                              dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _with_others(z, Work, slot, others, first, C: gl.constexpr, PLAN: gl.constexpr):
-    """A piece of a sum, and what other programs wrote for it."""
-    if PLAN.CUT:
-        for s in range(slot, slot + others):
-            z += gl.load(_places(Work, s, first, C, PLAN))
-    return z
-
-
-@gluon.jit
 def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, N, stride_d, slot, others,
               C: gl.constexpr, PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
@@ -264,9 +242,9 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
     if PLAN.GRAD:
         ahead = _load(D, row, column, M, N, stride_d, PLAN)
     for p in gl.static_range(PIECES):
-        z = _with_others(parts[p], Work, slot, others, p * PIECE, C, PLAN)
+        z = with_others(parts[p], Work, slot, others, p * PIECE, C, PLAN)
         if PLAN.GATED:
-            other = _with_others(others_of[p], Work, slot, others, PLAN.OUT_N + p * PIECE, C, PLAN)
+            other = with_others(others_of[p], Work, slot, others, PLAN.OUT_N + p * PIECE, C, PLAN)
         c = column + p * PIECE
         if PLAN.BIAS:
             z = z + bias_s.index(C).slice(p * PIECE, PIECE).load(COLUMNS)[None, :]
@@ -327,7 +305,7 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
                            BLOCK_N, STAGES)
             n += k_tiles + solo
             if PLAN.CUT and others < 0:
-                _give(acc, Work, Flags, slot, C, PLAN)
+                give(acc, Work, Flags, slot, C, PLAN)
             else:
                 if PLAN.CUT:
                     for s in range(slot, slot + others):
@@ -341,12 +319,14 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tiles, u, solo, run, n_runs, stride_d,
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs", "tiles", "chunks", "tasks_run",
+                              "tasks_group", "n_tasks"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, Z, DZ, Sums, Made, M, N, k_tiles, u, solo, run,
+            n_runs, stride_d, K, stride_z, stride_dz, tiles, chunks, tasks_run, tasks_group, n_tasks,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            ADD: gl.constexpr, CUT: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
-            BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
-            GROUP: gl.constexpr):
+            ADD: gl.constexpr, CUT: gl.constexpr, MAKE: gl.constexpr, SLOPE: gl.constexpr, SUMS: gl.constexpr,
+            A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+            STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
 
     KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was
@@ -355,9 +335,10 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tile
     CUT: Table holds n_runs lines of `hopper_cuts.Line`, and behind them the number of each program's first and of one
     more; Work (slots, 2, BLOCK_M, BLOCK_N) the sums that programs write for each other, when Flags (slots, 2), zeros
     at first, say so.
+    MAKE: A, (M, K), is DZ, which `hopper_made.maker` makes of Z and D in the meantime, with the slope of SLOPE.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, CUT, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
-                               BUFFERS, GROUP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, CUT, MAKE, A_COLS, B_COLS, BLOCK_M, BLOCK_N,
+                               STAGES, PIECE, BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
     b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], B.layout) if GATED else b_parts
@@ -370,13 +351,26 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tile
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
-    gl.warp_specialize([
-        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                     k_tiles, u, solo, run, n_runs, stride_d, 0, PLAN)),
-        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                     k_tiles, u, solo, run, n_runs, stride_d, 1, PLAN)),
-        (_producer, (A, B, Up, Table, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
-    ], [4, 1], [240, 24])
+    if MAKE:
+        gl.warp_specialize([
+            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                         k_tiles, u, solo, run, n_runs, stride_d, 0, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                         k_tiles, u, solo, run, n_runs, stride_d, 1, PLAN)),
+            (_producer, (A, B, Up, Table, Made, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, chunks,
+                         PLAN)),
+            (maker, (Z, D, DZ, Sums, Made, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, tasks_group,
+                     n_tasks, SLOPE, SUMS, 1)),
+        ], [4, 1, 2], [216, 72, 72])
+    else:
+        gl.warp_specialize([
+            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                         k_tiles, u, solo, run, n_runs, stride_d, 0, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                         k_tiles, u, solo, run, n_runs, stride_d, 1, PLAN)),
+            (_producer, (A, B, Up, Table, Made, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, chunks,
+                         PLAN)),
+        ], [4, 1], [240, 24])
 
 
 def _pick(rows: int, columns: int, sms: int) -> Config:
@@ -386,6 +380,11 @@ def _pick(rows: int, columns: int, sms: int) -> Config:
         return -(-(-(-rows // 128) * -(-columns // block)) // sms)
 
     return WIDE if waves(256) * 256 <= 1.1 * waves(128) * 128 else NARROW
+
+
+def _ring(config: Config, act: str, k_tiles: int) -> Config:
+    """The same tile with the ring that suits its epilogue."""
+    return SHORT if config == WIDE and act == "gelu" and k_tiles <= 16 else config
 
 
 def _length(rows: int, columns: int, longest: int, sms: int) -> int:
@@ -410,19 +409,28 @@ def _product(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, pre: tuple[torch.Tensor, ...] = (), dout: torch.Tensor | None = None,
     act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
+    made: tuple[torch.Tensor | None, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
-    found = None if dout is not None else _table(a, b, up is not None, cols)
+    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes. made: z, dz, its sums
+    and what the makers count with, of a product of dz that is to make it, from dout, too."""
+    found = None if dout is not None and made is None else _cuts(a, b, up is not None, cols)
     table = work = flags = None
     if found is not None:
         table, slots = found
         work = a.new_empty(slots * SLOT, dtype=torch.float32)
         flags = a.new_zeros(slots * 2, dtype=torch.int32)
-    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, table, work, flags)
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, table, work, flags, *(made or (None,) * 4))
     remembered(_launch, tensors, act, keep, add, cols)(*tensors)
 
 
-_tables: dict[tuple, tuple[torch.Tensor, int] | None] = {}
+def _cuts(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str) -> tuple[torch.Tensor, int] | None:
+    """`table_of` a product."""
+    rows, columns, k = _shape(a, b, cols)
+    device, out_n = facts(a.device), WIDE.block_n // 2 if gated else WIDE.block_n
+    tiles = -(-rows // (2 * WIDE.block_m)), -(-columns // out_n)
+    if tiles[0] * tiles[1] < device.sms or _pick(rows, columns * (2 if gated else 1), device.sms) != WIDE:
+        return None
+    return table_of(a, tiles, (2 * WIDE.block_m, out_n), -(-k // BLOCK_K), device.sms, WIDE.group, WIDE.longest)
 
 
 def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
@@ -431,56 +439,33 @@ def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
     return rows, b.shape[1 if "b" in cols else 0], k
 
 
-def _table(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str) -> tuple[torch.Tensor, int] | None:
-    """The table of a product whose tiles had better be cut, on its device, and the number of slots; else None."""
-    rows, columns, k = _shape(a, b, cols)
-    tiles = -(-rows // 128), -(-columns // (128 if gated else 256))
-    device = facts(a.device)
-    if tiles[0] * tiles[1] < device.sms or _pick(rows, columns * (2 if gated else 1), device.sms) != WIDE:
-        return None
-    stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0  # its copy is ordered on one
-    key = *tiles, k, gated, device, a.device, stream
-    if key not in _tables:
-        if a.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # a copy from here is not to be captured
-        if len(_tables) >= 1024:
-            _tables.clear()
-        tile = 128, 128 if gated else 256
-        found = divide(tiles, tile, -(-k // BLOCK_K), device.sms, WIDE.group, WIDE.longest)
-        if found is not None:
-            lines, slots = found
-            numbers = [number for mine in lines for line in mine for number in line]
-            starts = [0, *itertools.accumulate(map(len, lines))]
-            table = torch.tensor(numbers + starts, dtype=torch.int32)
-            table = table.pin_memory().to(a.device, non_blocking=True) if a.is_cuda else table
-            found = table, slots
-        _tables[key] = found
-    return _tables[key]
-
-
 def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launch:
     device = facts(tensors[0].device)
-    a, b, up, out, pre, _, dout, bias, table, _, _ = tensors
+    a, b, up, out, pre, _, dout, bias, table, _, _, z, dz, sums, _ = tensors
+    make, grad = z is not None, dout is not None and z is None
     rows, columns, k = _shape(a, b, cols)
     wide = columns * (1 if up is None else 2)
-    config = _pick(rows, wide, device.sms)
+    config = _ring(_pick(rows, wide, device.sms), act, -(-k // BLOCK_K)) if not grad else _pick(rows, wide, device.sms)
     out_n = config.block_n // (1 if up is None else 2)
-    piece = config.piece // 2 if add or dout is not None else config.piece  # float32, or registers for D
+    piece = config.piece // 2 if add or grad else config.piece  # float32, or registers for D
     meta = dict(
-        ACT=act,
+        ACT="none" if make else act,
         GATED=up is not None,
         BIAS=bias is not None,
         KEEP=keep,
-        GRAD=dout is not None,
+        GRAD=grad,
         ADD=add,
         CUT=table is not None,
+        MAKE=make,
+        SLOPE=act if make else "none",
+        SUMS=sums is not None,
         A_COLS="a" in cols,
         B_COLS="b" in cols,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=piece,
-        BUFFERS=config.buffers * config.piece // piece if dout is not None else config.buffers,
+        BUFFERS=config.buffers * config.piece // piece if grad else config.buffers,
         GROUP=config.group,
         num_warps=4,
         launch_pdl=True,
@@ -501,11 +486,15 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         run, n_runs = config.longest, (table.shape[0] - device.sms - 1) // 8
     stride_d = 0 if dout is None else dout.stride(0)
     k_tiles = -(-k // BLOCK_K)
-    solo = _solo(act, keep, up is not None, dout is not None)
+    solo = _solo("none" if make else act, keep, up is not None, grad)
     solo = min(k_tiles // 2, solo) if run > 1 else 0
     u = (k_tiles - solo) // 2 if run > 1 else k_tiles
-    scalars = (rows, columns, k_tiles, u, solo, run, n_runs, stride_d)
-    spill = 0 if dout is None else 320
+    scalars = (rows, columns, k_tiles, u, solo, run, n_runs, stride_d, k)
+    if make:
+        scalars += (z.stride(0), dz.stride(0), *hopper_made.numbers(rows, k, run, config.group))
+    else:
+        scalars += (0,) * 7
+    spill = 320 if grad else 32 if make else 0
     return Launch(_kernel, device.sms if table is not None else min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
@@ -539,6 +528,11 @@ def _dz(x: Inputs, o: Options, dout: torch.Tensor) -> torch.Tensor:
     return dz
 
 
+def _makes(x: Inputs, o: Options, kept: torch.Tensor, dout: torch.Tensor) -> bool:
+    """Whether the product for dx is long enough to make dz beside it."""
+    return not o.gated and x.x.shape[1] >= MAKING and kept.numel() >= 2**24 and suits_tma(kept, dout)
+
+
 def backward(
     x: Inputs, o: Options, kept: torch.Tensor | None, dout: torch.Tensor, needs: tuple[bool, bool, bool],
     into: torch.Tensor | None = None, spend: bool = False,
@@ -550,11 +544,20 @@ def backward(
     elif kept is None:
         dz = _dz(x, o, dout)
         dbias = dz.sum(0) if sums else None
+    elif needs[0] and _makes(x, o, kept, dout):
+        dz = dbias = None
     else:
         dz, dbias = gradient(kept, dout, o.activation, o.gated, sums, spend)
     n = x.weight.shape[0]
     dx = dweight = dup = None
-    if needs[0]:
+    if dz is None:
+        dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+        dz = kept if spend else torch.empty_like(kept)
+        parts = dz.new_empty(hopper_made.parts(dz.shape[0]), n, dtype=torch.float32) if sums else None
+        counters = hopper_made.made(dz, *dz.shape)
+        _product(dz, x.weight, dx, dout=dout, act=o.activation, cols="b", made=(kept, dz, parts, counters))
+        dbias = None if parts is None else hopper_made.sum_rows(parts, dz.dtype)
+    elif needs[0]:
         dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
         _product(dz[:, :n], x.weight, dx, cols="b")
         if x.up is not None:
