@@ -12,7 +12,7 @@ from adatom.registry import choose, rows
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.linear import hopper_linear  # noqa: E402
+from adatom.ops.linear import hopper_cuts, hopper_linear  # noqa: E402
 
 H100 = Device("cuda", 90, 132, 232448)
 
@@ -77,6 +77,38 @@ def test_consumers_find_their_sums_in_the_ring(count, k_tiles, u, solo):
     assert n[0] + w == n[1] - solo == len(uses)
     for consumer in (0, 1):  # nothing that a consumer reads is left out
         assert sum(use[1 + consumer] is not None for use in uses) == count * k_tiles
+
+
+@pytest.mark.parametrize("solo", [0, 5])
+@pytest.mark.parametrize("tiles, k_tiles", [((64, 32), 128), ((64, 64), 64), ((64, 16), 256), ((33, 5), 64)])
+def test_the_ring_of_a_program_with_cut_tiles(tiles, k_tiles, solo):
+    """From run to run, each consumer finds the sums of its tiles, and neither runs ahead of what has arrived."""
+    lines, _ = hopper_cuts.divide(tiles, (128, 256), k_tiles, 132, 16, 8)
+    u_all = (k_tiles - solo) // 2
+    for mine in lines[::11]:
+        uses, n, starts, done = [], [0, 0], [[], []], [[], []]
+        for r, line in enumerate(mine):
+            length = line.end - line.begin
+            u, s = (u_all, solo) if line.count > 1 else (length, 0)
+            w = length - u - s
+            uses += [(line.begin + k, None if a is None else (r, a), None if b is None else (r, b))
+                     for k, a, b in stream(line.count, length, u, s)]  # fmt: skip
+            n[1] += w + s
+            for tile in range(line.count):
+                for c in (0, 1):
+                    got = uses[n[c] : n[c] + length]
+                    assert sorted(k for k, *_ in got) == list(range(line.begin, line.end))
+                    assert {use[1 + c] for use in got} == {(r, tile)}
+                    seen = max(w + s, 1) if c == 0 else length if tile == line.count - 1 else max(u + s, 1)
+                    starts[c].append(n[c])
+                    done[c].append(n[c] + seen)
+                    n[c] += length + s
+            n[0] += w
+            n[1] -= s
+        assert n[0] == n[1] == len(uses)
+        for i in range(len(starts[0])):  # a tile begins at most one lap of the ring behind what the other has seen
+            assert starts[1][i] < done[0][i] + 1
+            assert i == 0 or starts[0][i] < done[1][i - 1] + 1
 
 
 def test_runs_keep_all_programs_busy():
