@@ -28,6 +28,8 @@ SHAPES = [  # tiles below and beside each other, tiles of k
     ((65, 33), 100),
     ((99, 50), 77),
     ((33, 5), 64),
+    ((34, 16), 64),
+    ((47, 17), 64),
 ]
 
 

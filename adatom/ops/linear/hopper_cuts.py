@@ -55,11 +55,12 @@ def divide(
     workers = min(programs, rest * MOST)
     if share == 0 or rest == 0 or k_tiles * (1 - rest / workers) < MEND + 0.005 * total / programs * k_tiles:
         return None
-    length = min(longest, share)
+    length = min(
+        (n for n in range(1, min(longest, share) + 1) if tiles[0] // n * tiles[1] >= share // n * programs),
+        key=lambda n: (-(-share // n), -(share % n or n)),  # few runs, none of them short
+    )
     rounds, more = divmod(share, length)
     whole = _runs(tiles, length, group)
-    if len(whole) < rounds * programs:
-        return None
 
     def line(run: list[Tile]) -> Line:
         step = (run[1].row - run[0].row) * tile[0] if len(run) > 1 else tile[0]

@@ -26,7 +26,7 @@ import torch
 
 from adatom.device import facts
 from adatom.ops.linear import hopper_made
-from adatom.ops.linear.hopper_cuts import SLOT, give, table_of, with_others
+from adatom.ops.linear.hopper_cuts import MEND, SLOT, give, table_of, with_others
 from adatom.ops.linear.hopper_made import TASKS, maker
 from adatom.ops.linear.problem import Inputs, Options, suits_tma
 from adatom.ops.linear.torch_linear import products
@@ -424,13 +424,18 @@ def _product(
 
 
 def _cuts(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str) -> tuple[torch.Tensor, int] | None:
-    """`table_of` a product."""
+    """`table_of` a product, if wide tiles that are cut are faster than what `_pick` takes."""
     rows, columns, k = _shape(a, b, cols)
-    device, out_n = facts(a.device), WIDE.block_n // 2 if gated else WIDE.block_n
+    sms, out_n, k_tiles = facts(a.device).sms, WIDE.block_n // 2 if gated else WIDE.block_n, -(-k // BLOCK_K)
     tiles = -(-rows // (2 * WIDE.block_m)), -(-columns // out_n)
-    if tiles[0] * tiles[1] < device.sms or _pick(rows, columns * (2 if gated else 1), device.sms) != WIDE:
+    share = tiles[0] * tiles[1] / sms
+    if share < 1:
         return None
-    return table_of(a, tiles, (2 * WIDE.block_m, out_n), -(-k // BLOCK_K), device.sms, WIDE.group, WIDE.longest)
+    if _pick(rows, columns * (2 if gated else 1), sms) != WIDE:
+        narrow = -(-tiles[0] * -(-2 * columns // out_n) // sms)
+        if 1.1 * narrow * k_tiles < 2 * (share * k_tiles + MEND):
+            return None
+    return table_of(a, tiles, (2 * WIDE.block_m, out_n), k_tiles, sms, WIDE.group, WIDE.longest)
 
 
 def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
@@ -445,7 +450,8 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
     make, grad = z is not None, dout is not None and z is None
     rows, columns, k = _shape(a, b, cols)
     wide = columns * (1 if up is None else 2)
-    config = _ring(_pick(rows, wide, device.sms), act, -(-k // BLOCK_K)) if not grad else _pick(rows, wide, device.sms)
+    config = _pick(rows, wide, device.sms) if table is None else WIDE
+    config = config if grad else _ring(config, act, -(-k // BLOCK_K))
     out_n = config.block_n // (1 if up is None else 2)
     piece = config.piece // 2 if add or grad else config.piece  # float32, or registers for D
     meta = dict(
@@ -494,7 +500,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         scalars += (z.stride(0), dz.stride(0), *hopper_made.numbers(rows, k, run, config.group))
     else:
         scalars += (0,) * 7
-    spill = 320 if grad else 32 if make else 0
+    spill = 320 if grad else 48 if make else 0
     return Launch(_kernel, device.sms if table is not None else min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
