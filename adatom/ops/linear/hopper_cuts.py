@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""How the tiles of a large product are divided among programs so that all end at the same time.
+"""How a large product is divided among programs so that all end at about the same time (Gluon, and its plan).
 
-A product of T tiles gives each of P programs T // P of them, whole, in runs below each other. What is left, less than a
-tile each, is a line of tiles times k that the programs divide evenly: most tiles of it are cut along k. Who holds the
-end of a tile owns it: it adds what the others write for it, in the order of k, so the result is the same on every run.
+Whole runs of tiles are seldom a multiple of the programs: in the last round some have none. Those help the others: of
+the last tile of each run they multiply the first `cut` tiles of k, and write the sum for the owner of the tile to add.
+All owners go through the same k at the same time, as before, which keeps what they share in L2; helpers go through few
+tiles of k, again and again. Each tile has two parts at most, so its bits are the same on every run.
 
-A program waits only for programs before it, and writes what others wait for before it waits itself. So nobody waits in
-a circle, and nobody for a program that has not begun, whatever else runs on the GPU.
+Helpers come before owners and wait for nobody. So an owner never waits for a program that has not begun, whatever else
+runs on the GPU.
 """
 
 import itertools
@@ -17,177 +18,108 @@ import torch
 from adatom.tiles.hopper import gl, gluon
 from adatom.tiles.hopper_gemm import acc_layout, split_columns
 
-MOST = 8  # programs that divide one tile
-SHORT = 4  # tiles of k: no piece is shorter
 SLOT = 2 * 64 * 256  # elements of a slot: a tile's sum
-MEND = 14  # tiles of k that a program could multiply while it writes or adds a piece, and begins a run
+WRITE, MEND = 3, 12  # tiles of k that a program could multiply while it writes a sum; adds one, and is launched later
 
 
 class Line(NamedTuple):
-    """A run of `count` tiles, `step` rows from one to the next, over tiles begin..end of k.
+    """A run of `count` tiles, `step` rows from one to the next, over tiles 0..length of k; its last tile without the
+    first `cut` of them.
 
-    others: -1, the sum is written to `slot`; else so many sums, from `slot` on, are added to it. row, column: elements.
+    others: 1, to the sum of the last tile `slot` is added; -1, the sums are written to slots, from `slot` on; else 0.
+    row, column: elements.
     """
 
     row: int
     step: int
     count: int
     column: int
-    begin: int
-    end: int
+    length: int
+    cut: int = 0
     slot: int = 0
     others: int = 0
 
 
-class Tile(NamedTuple):
-    strip: int
-    row: int
-
-
 def divide(
-    tiles: tuple[int, int], tile: tuple[int, int], k_tiles: int, programs: int, group: int, longest: int
+    tiles: tuple[int, int], tile: tuple[int, int], k_tiles: int, programs: int, group: int, run: int, most: int
 ) -> tuple[list[list[Line]], int] | None:
     """The lines of each program, and the number of slots, for tiles[0] x tiles[1] tiles of tile[0] x tile[1] elements;
-    None where that would not be faster than whole tiles. group, longest: as in `hopper_linear.Config`.
+    None where that would not be faster than whole runs. group, run: as in `hopper_linear`; most: tiles of k that a last
+    tile can leave out.
     """
-    total = tiles[0] * tiles[1]
-    share, rest = divmod(total, programs)
-    workers = min(programs, rest * MOST)
-    if share == 0 or rest == 0 or k_tiles * (1 - rest / workers) < MEND + 0.005 * total / programs * k_tiles:
+    rounds, owners = divmod(tiles[0] // run * tiles[1], programs)
+    helpers = programs - owners
+    if tiles[0] % run or not owners or run < 2:
         return None
-    length = min(
-        (n for n in range(1, min(longest, share) + 1) if tiles[0] // n * tiles[1] >= share // n * programs),
-        key=lambda n: (-(-share // n), -(share % n or n)),  # few runs, none of them short
-    )
-    rounds, more = divmod(share, length)
-    whole = _runs(tiles, length, group)
+    each = -(-owners // helpers)  # tiles of a helper
+    cut = min(most, (run * k_tiles - each * WRITE) // (each + 1))
+    if cut < MEND + 0.004 * (rounds + 1) * run * k_tiles:
+        return None
+    runs = _runs(tiles, run, group)
 
-    def line(run: list[Tile]) -> Line:
-        step = (run[1].row - run[0].row) * tile[0] if len(run) > 1 else tile[0]
-        return Line(run[0].row * tile[0], step, len(run), run[0].strip * tile[1], 0, k_tiles)
+    def line(r: int, **rest: int) -> Line:
+        strip, row = runs[r]
+        return Line(row * tile[0], tile[0], run, strip * tile[1], k_tiles, **rest)
 
-    lines = [[line(whole[r * programs + p]) for r in range(rounds)] for p in range(programs)]
-    shares, left = _shares(tiles, whole[: rounds * programs], whole[rounds * programs :], more, programs)
-    for mine, runs in zip(lines, shares):
-        mine += [line(run) for run in runs]
-    busy = sorted(range(programs), key=lambda p: (len(lines[p]), p))[:workers]
-    slots = _cut(lines, sorted(busy), left, tile, k_tiles)
-    return lines, slots
+    lines = [[line(r * programs + p) for r in range(rounds)] for p in range(programs)]
+    first = rounds * programs
+    for i in range(owners):
+        lines[helpers + i].append(line(first + i, cut=cut, slot=i, others=1))
+    for p in range(helpers):
+        begin, end = (at * owners // helpers for at in (p, p + 1))
+        lasts = [(strip, row + run - 1) for strip, row in runs[first + begin : first + end]]
+        for at, some in _straight(lasts):
+            step = some[1][1] - some[0][1] if len(some) > 1 else 1
+            strip, row = some[0]
+            lines[p].append(
+                Line(row * tile[0], step * tile[0], len(some), strip * tile[1], cut, 0, begin + at, -1)
+            )  # fmt: skip
+    return lines, owners
 
 
-def _runs(tiles: tuple[int, int], length: int, group: int) -> list[list[Tile]]:
-    """All whole runs of that length, as the kernel's raster orders them."""
+def _runs(tiles: tuple[int, int], length: int, group: int) -> list[tuple[int, int]]:
+    """(strip, first row) of all runs of that many tiles, as the kernel's raster orders them."""
     rows = tiles[0] // length
     out = []
     for first in range(0, rows, group):
         for strip in range(tiles[1]):
-            for r in range(first, min(first + group, rows)):
-                out.append([Tile(strip, r * length + i) for i in range(length)])
+            out += [(strip, r * length) for r in range(first, min(first + group, rows))]
     return out
 
 
-def _shares(
-    tiles: tuple[int, int], taken: list[list[Tile]], order: list[list[Tile]], more: int, programs: int
-) -> tuple[list[list[list[Tile]]], list[Tile]]:
-    """`more` tiles for each program, in few runs, of those that nobody has taken; and the tiles left then.
-
-    order: runs that hold most of them, those to be taken first ahead.
-    """
-    gone = {t for run in taken for t in run}
-    pool = [t for run in order for t in run]
-    seen = gone | set(pool)
-    pool += [t for s in range(tiles[1]) for r in range(tiles[0]) if (t := Tile(s, r)) not in seen]
-    if not more:
-        return [[] for _ in range(programs)], pool
-    shares: list[list[list[Tile]]] = []
-    rest: list[Tile] = []
-    for piece in _straight(pool):
-        at = 0
-        while len(shares) < programs and len(piece) - at >= more:
-            shares.append([piece[at : at + more]])
-            at += more
-        rest += piece[at:]
-    by_strip: dict[int, list[Tile]] = {}
-    for t in rest:
-        by_strip.setdefault(t.strip, []).append(t)
-    loose = []
-    for strip in by_strip.values():
-        while len(shares) < programs and len(strip) >= more:
-            shares.append(_straight(strip[:more]))
-            strip = strip[more:]
-        loose += strip
-    while len(shares) < programs:
-        shares.append(_straight(loose[:more]))
-        loose = loose[more:]
-    return shares, loose
-
-
-def _straight(tiles: list[Tile]) -> list[list[Tile]]:
-    """Tiles as runs: of one strip, downwards, by equal steps."""
-    runs: list[list[Tile]] = []
-    for t in tiles:
+def _straight(tiles: list[tuple[int, int]]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Tiles (strip, row) as runs of one strip, downwards by equal steps; each with the number of its first tile."""
+    runs: list[tuple[int, list[tuple[int, int]]]] = []
+    for i, (strip, row) in enumerate(tiles):
         if runs:
-            run = runs[-1]
-            step = t.row - run[-1].row
-            if t.strip == run[-1].strip and step > 0 and (len(run) == 1 or step == run[1].row - run[0].row):
-                run.append(t)
+            run = runs[-1][1]
+            step = row - run[-1][1]
+            if strip == run[-1][0] and step > 0 and (len(run) == 1 or step == run[1][1] - run[0][1]):
+                run.append((strip, row))
                 continue
-        runs.append([t])
+        runs.append((i, [(strip, row)]))
     return runs
-
-
-def _cut(lines: list[list[Line]], workers: list[int], left: list[Tile], tile: tuple[int, int], k_tiles: int) -> int:
-    """Add to the lines of the workers, ascending, their parts of the tiles left; returns the number of slots."""
-    bounds = []
-    for i in range(len(workers) + 1):
-        at = i * len(left) * k_tiles // len(workers)
-        inside = at % k_tiles
-        if inside < SHORT:
-            at -= inside
-        elif k_tiles - inside < SHORT:
-            at += k_tiles - inside
-        bounds.append(at)
-    pieces: list[list[tuple[int, int, int]]] = [[] for _ in left]  # (worker, begin, end) of each tile
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-        while begin < end:
-            n = begin // k_tiles
-            stop = min(end, (n + 1) * k_tiles)
-            pieces[n].append((i, begin - n * k_tiles, stop - n * k_tiles))
-            begin = stop
-    slot = 0
-    given: list[list[Line]] = [[] for _ in workers]
-    owned: list[list[Line]] = [[] for _ in workers]
-    for t, parts in zip(left, pieces):
-        *others, (owner, begin, end) = parts
-        at = (t.row * tile[0], tile[0], 1, t.strip * tile[1])
-        for n, (i, b, e) in enumerate(others):
-            given[i].append(Line(*at, b, e, slot + n, -1))
-        owned[owner].append(Line(*at, begin, end, slot, len(others)))
-        slot += len(others)
-    for i, p in enumerate(workers):
-        lines[p] += given[i] + owned[i]
-    return slot
 
 
 _tables: dict[tuple, tuple[torch.Tensor, int] | None] = {}
 
 
 def table_of(
-    a: torch.Tensor, tiles: tuple[int, int], tile: tuple[int, int], k_tiles: int, programs: int, group: int,
-    longest: int,
+    a: torch.Tensor, tiles: tuple[int, int], tile: tuple[int, int], k_tiles: int, programs: int, group: int, run: int,
+    most: int,
 ) -> tuple[torch.Tensor, int] | None:
     """What `divide` returns as the table that a kernel reads, on a's device, and the number of slots; or None.
 
     The table: all lines, then the number of each program's first and of one more.
     """
     stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0  # its copy is ordered on one
-    key = *tiles, *tile, k_tiles, programs, group, longest, a.device, stream
+    key = *tiles, *tile, k_tiles, programs, group, run, most, a.device, stream
     if key not in _tables:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # a copy from here is not to be captured
         if len(_tables) >= 1024:
             _tables.clear()
-        found = divide(tiles, tile, k_tiles, programs, group, longest)
+        found = divide(tiles, tile, k_tiles, programs, group, run, most)
         if found is not None:
             lines, slots = found
             numbers = [number for mine in lines for line in mine for number in line]
@@ -226,9 +158,9 @@ def give(acc, Work, Flags, slot, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def with_others(z, Work, slot, others, first, C: gl.constexpr, PLAN: gl.constexpr):
-    """A piece of a sum, and what other programs wrote for it."""
+def with_rest(z, Work, slot, mended, first, C: gl.constexpr, PLAN: gl.constexpr):
+    """A piece of a sum with what another program wrote for it, if it did."""
     if PLAN.CUT:
-        for s in range(slot, slot + others):
-            z += gl.load(_places(Work, s, first, C, PLAN))
+        if mended:
+            z += gl.load(_places(Work, slot, first, C, PLAN))
     return z

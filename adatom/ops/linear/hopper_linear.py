@@ -25,9 +25,7 @@ from typing import NamedTuple
 import torch
 
 from adatom.device import facts
-from adatom.ops.linear import hopper_made
-from adatom.ops.linear.hopper_cuts import MEND, SLOT, give, table_of, with_others
-from adatom.ops.linear.hopper_made import TASKS, maker
+from adatom.ops.linear.hopper_cuts import SLOT, give, table_of, with_rest
 from adatom.ops.linear.problem import Inputs, Options, suits_tma
 from adatom.ops.linear.torch_linear import products
 from adatom.tiles.hopper import (
@@ -57,7 +55,8 @@ from adatom.tiles.hopper_gemm import (
 from adatom.tiles.triton_dense import gradient, remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
-MAKING = 2048  # in_features from which on a product takes longer than making dz beside it
+EDGE = 0.75  # what a tile of k of W or S costs at both ends of a run, in tiles of k
+BEHIND = 12  # tiles of k in a block W, at most: at the ends of a run one consumer waits for W and S of the other
 
 
 class Config(NamedTuple):
@@ -75,7 +74,6 @@ class Config(NamedTuple):
 
 
 WIDE = Config(64, 256, 4, 64, 2)
-SHORT = Config(64, 256, 3, 64, 4)  # room for a tile of results, where there are few tiles of k to hide them under
 NARROW = Config(64, 128, 6, 64, 2)
 
 
@@ -90,7 +88,6 @@ class Plan:
     GRAD: bool
     ADD: bool
     CUT: bool
-    MAKE: bool
     A_COLS: bool
     B_COLS: bool
     BLOCK_M: int
@@ -121,28 +118,29 @@ def _runs(Table, n_runs, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _run(r, Table, M, N, k_tiles, u, solo, run, PLAN: gl.constexpr):
-    """Run r: its first row, rows from tile to tile, number of tiles, first column; its first tile of k, how many, how
-    many of them are U and S; the slot and others of `hopper_cuts.Line`."""
+def _run(r, Table, M, N, k_tiles, w, solo, run, PLAN: gl.constexpr):
+    """Run r: its first row, rows from tile to tile, number of tiles, first column; tiles of k, how many of them are U
+    and S; tiles of k that its last tile leaves out; the slot and others of `hopper_cuts.Line`."""
     ROWS: gl.constexpr = 2 * PLAN.BLOCK_M
     COLUMNS: gl.constexpr = PLAN.OUT_N
     GROUP: gl.constexpr = PLAN.GROUP
     if PLAN.CUT:
         at = Table + 8 * r
         count = gl.load(at + 2)
-        begin = gl.load(at + 4)
-        length = gl.load(at + 5) - begin
-        several = count > 1
-        return (gl.load(at), gl.load(at + 1), count, gl.load(at + 3), begin, length, gl.where(several, u, length),
-                gl.where(several, solo, 0), gl.load(at + 6), gl.load(at + 7))
+        length = gl.load(at + 4)
+        solo = gl.where((count > 1) & (length >= 2 * solo), solo, 0)
+        w = gl.where(count > 1, gl.minimum(w, (length - solo) // 2), 0)
+        return (gl.load(at), gl.load(at + 1), count, gl.load(at + 3), length, length - solo - w, solo, gl.load(at + 5),
+                gl.load(at + 6), gl.load(at + 7))
     else:
         tiles = (M + ROWS - 1) // ROWS
         m, n = raster(r, (tiles + run - 1) // run, (N + COLUMNS - 1) // COLUMNS, GROUP)
-        return (m * run * ROWS, ROWS, gl.minimum(tiles - m * run, run), n * COLUMNS, 0, k_tiles, u, solo, 0, 0)
+        count = gl.minimum(tiles - m * run, run)
+        return m * run * ROWS, ROWS, count, n * COLUMNS, k_tiles, k_tiles - solo - w, solo, 0, 0, 0
 
 
 @gluon.jit
-def _producer(A, B, Up, Table, Made, a_s, b_s, full, empty, M, N, all_k, all_u, solos, run, n_runs, chunks,
+def _producer(A, B, Up, Table, a_s, b_s, full, empty, M, N, all_k, all_w, solos, run, n_runs,
               PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -153,23 +151,17 @@ def _producer(A, B, Up, Table, Made, a_s, b_s, full, empty, M, N, all_k, all_u, 
     n = 0
     first_run, end_run, step_run = _runs(Table, n_runs, PLAN)
     for r in range(first_run, end_run, step_run):
-        row, step, count, column, k0, k_tiles, u, solo, _, _ = _run(r, Table, M, N, all_k, all_u, solos, run, PLAN)
+        row, step, count, column, k_tiles, u, solo, cut, _, _ = _run(r, Table, M, N, all_k, all_w, solos, run, PLAN)
         for block in range(2, 4 * count + 3):  # U, S, W, S of each turn, of which there is one more than tiles
             turn = block // 4
             which = block % 4
-            begin = gl.where(which == 0, 0, gl.where(which == 2, u + solo, u))
+            begin = gl.where(which == 0, gl.where(turn == count, cut, 0), gl.where(which == 2, u + solo, u))
             end = gl.where(which == 0, u, gl.where(which == 2, k_tiles, u + solo))
             first = (which != 1) & ((which == 0) | (turn < count))
             second = (which != 3) & (turn > 0)
             upper = row + gl.where(which == 0, turn - 1, turn) * step
             lower = row + (turn - 1) * step + BLOCK_M
-            for k in range(k0 + begin, k0 + end):
-                if PLAN.MAKE:
-                    if (k % 16 == 0) | (k == k0 + begin):
-                        if first:
-                            wait_turn(Made + 1 + upper // (2 * BLOCK_M) * chunks + k // 16, TASKS)
-                        if second:
-                            wait_turn(Made + 1 + lower // (2 * BLOCK_M) * chunks + k // 16, TASKS)
+            for k in range(begin, end):
                 wait_empty(empty, n, STAGES)
                 i = slot(n, STAGES)
                 bar = full.index(i)
@@ -224,7 +216,7 @@ def _load(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, N, stride_d, slot, others,
+def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, N, stride_d, slot, mended,
               C: gl.constexpr, PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
@@ -234,7 +226,7 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
     if PLAN.GATED:
         gates, ups = split_columns(acc, 2)
         parts = split_columns(gates, PIECES)
-        others_of = split_columns(ups, PIECES)
+        others = split_columns(ups, PIECES)
     else:
         parts = split_columns(acc, PIECES)
     if PLAN.BIAS:
@@ -242,9 +234,9 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
     if PLAN.GRAD:
         ahead = _load(D, row, column, M, N, stride_d, PLAN)
     for p in gl.static_range(PIECES):
-        z = with_others(parts[p], Work, slot, others, p * PIECE, C, PLAN)
+        z = with_rest(parts[p], Work, slot, mended, p * PIECE, C, PLAN)
         if PLAN.GATED:
-            other = with_others(others_of[p], Work, slot, others, PLAN.OUT_N + p * PIECE, C, PLAN)
+            other = with_rest(others[p], Work, slot, mended, PLAN.OUT_N + p * PIECE, C, PLAN)
         c = column + p * PIECE
         if PLAN.BIAS:
             z = z + bias_s.index(C).slice(p * PIECE, PIECE).load(COLUMNS)[None, :]
@@ -271,7 +263,7 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
 
 @gluon.jit
 def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, all_k,
-              all_u, solos, run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
+              all_w, solos, run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -281,8 +273,8 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
     done = 0
     first_run, end_run, step_run = _runs(Table, n_runs, PLAN)
     for r in range(first_run, end_run, step_run):
-        row, step, count, column, _, k_tiles, u, solo, slot, others = _run(r, Table, M, N, all_k, all_u, solos, run,
-                                                                           PLAN)
+        row, step, count, column, k_tiles, u, solo, cut, slot, others = _run(r, Table, M, N, all_k, all_w, solos, run,
+                                                                             PLAN)
         w = k_tiles - u - solo
         if C == 1:
             n += w + solo
@@ -293,25 +285,27 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
                 bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
             if PLAN.GRAD:
                 _prefetch(D, row + tile * step + C * BLOCK_M, column, M, N, stride_d, PLAN)
+            last = tile == count - 1
+            length = gl.where(last, k_tiles - cut, k_tiles)
             # what lies before n in the ring has arrived: a wait for n by parity would take an older lap for it
             if C == 0:
                 mbarrier.wait(turns.index(0), (done & 1) ^ 1)
                 seen = gl.maximum(w + solo, 1)
             else:
                 mbarrier.wait(turns.index(1), done & 1)
-                seen = gl.where(tile == count - 1, k_tiles, gl.maximum(u + solo, 1))
+                seen = gl.where(last, length, gl.maximum(u + solo, 1))
             done += 1
-            acc = multiply(a_s, b_s, full, empty, n, k_tiles, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
+            acc = multiply(a_s, b_s, full, empty, n, length, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
                            BLOCK_N, STAGES)
-            n += k_tiles + solo
+            n += length + solo
             if PLAN.CUT and others < 0:
-                give(acc, Work, Flags, slot, C, PLAN)
+                give(acc, Work, Flags, slot + tile, C, PLAN)
             else:
-                if PLAN.CUT:
-                    for s in range(slot, slot + others):
-                        wait_turn(Flags + 2 * s + C, 1)
+                mended = last & (others > 0)
+                if PLAN.CUT and mended:
+                    wait_turn(Flags + 2 * slot + C, 1)
                 _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row + tile * step + C * BLOCK_M, column, M,
-                          N, stride_d, slot, others, C, PLAN)
+                          N, stride_d, slot, mended, C, PLAN)
         if C == 0:
             n += w
         else:
@@ -319,14 +313,12 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs", "tiles", "chunks", "tasks_run",
-                              "tasks_group", "n_tasks"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, Z, DZ, Sums, Made, M, N, k_tiles, u, solo, run,
-            n_runs, stride_d, K, stride_z, stride_dz, tiles, chunks, tasks_run, tasks_group, n_tasks,
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "w", "solo", "run", "n_runs"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tiles, w, solo, run, n_runs, stride_d,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            ADD: gl.constexpr, CUT: gl.constexpr, MAKE: gl.constexpr, SLOPE: gl.constexpr, SUMS: gl.constexpr,
-            A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-            STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr):
+            ADD: gl.constexpr, CUT: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
+            BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
+            GROUP: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
 
     KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was
@@ -335,9 +327,8 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, Z, DZ, Sums,
     CUT: Table holds n_runs lines of `hopper_cuts.Line`, and behind them the number of each program's first and of one
     more; Work (slots, 2, BLOCK_M, BLOCK_N) the sums that programs write for each other, when Flags (slots, 2), zeros
     at first, say so.
-    MAKE: A, (M, K), is DZ, which `hopper_made.maker` makes of Z and D in the meantime, with the slope of SLOPE.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, CUT, MAKE, A_COLS, B_COLS, BLOCK_M, BLOCK_N,
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, CUT, A_COLS, B_COLS, BLOCK_M, BLOCK_N,
                                STAGES, PIECE, BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
@@ -351,26 +342,13 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, Z, DZ, Sums,
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
-    if MAKE:
-        gl.warp_specialize([
-            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                         k_tiles, u, solo, run, n_runs, stride_d, 0, PLAN)),
-            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                         k_tiles, u, solo, run, n_runs, stride_d, 1, PLAN)),
-            (_producer, (A, B, Up, Table, Made, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, chunks,
-                         PLAN)),
-            (maker, (Z, D, DZ, Sums, Made, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, tasks_group,
-                     n_tasks, SLOPE, SUMS, 1)),
-        ], [4, 1, 2], [216, 72, 72])
-    else:
-        gl.warp_specialize([
-            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                         k_tiles, u, solo, run, n_runs, stride_d, 0, PLAN)),
-            (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                         k_tiles, u, solo, run, n_runs, stride_d, 1, PLAN)),
-            (_producer, (A, B, Up, Table, Made, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, chunks,
-                         PLAN)),
-        ], [4, 1], [240, 24])
+    gl.warp_specialize([
+        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                     k_tiles, w, solo, run, n_runs, stride_d, 0, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
+                     k_tiles, w, solo, run, n_runs, stride_d, 1, PLAN)),
+        (_producer, (A, B, Up, Table, a_s, b_parts, full, empty, M, N, k_tiles, w, solo, run, n_runs, PLAN)),
+    ], [4, 1], [240, 24])
 
 
 def _pick(rows: int, columns: int, sms: int) -> Config:
@@ -382,16 +360,17 @@ def _pick(rows: int, columns: int, sms: int) -> Config:
     return WIDE if waves(256) * 256 <= 1.1 * waves(128) * 128 else NARROW
 
 
-def _ring(config: Config, act: str, k_tiles: int) -> Config:
-    """The same tile with the ring that suits its epilogue."""
-    return SHORT if config == WIDE and act == "gelu" and k_tiles <= 16 else config
+def _length(rows: int, columns: int, longest: int, sms: int, edge: float = 0.25) -> int:
+    """How many of rows x columns tiles make a run: as long as possible, if no program works longer for it.
 
-
-def _length(rows: int, columns: int, longest: int, sms: int) -> int:
-    """How many of rows x columns tiles make a run: as long as possible, if no program works longer for it."""
+    edge: what a run takes beside its tiles, in tiles. Programs that are below each other share what they read.
+    """
 
     def time(length: int) -> float:
-        return -(-(-(-rows // length) * columns) // sms) * (length + 0.25)
+        runs = -(-rows // length)
+        below = min(runs, WIDE.group)
+        reads = below + 2 * min(columns, -(-sms // below))  # of 128 rows each
+        return -(-runs * columns // sms) * (length + edge) * max(1.0, reads / 75)  # the memory's bandwidth
 
     return min(range(1, longest + 1), key=time)
 
@@ -405,37 +384,40 @@ def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
     return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 5}[act] + (4 if keep else 0)
 
 
+def _blocks(k_tiles: int, solo: int) -> tuple[int, int]:
+    """Tiles of k in the blocks W and S of a run."""
+    solo = min(k_tiles // 2, solo)
+    return min((k_tiles - solo) // 2, BEHIND), solo
+
+
 def _product(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, pre: tuple[torch.Tensor, ...] = (), dout: torch.Tensor | None = None,
     act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
-    made: tuple[torch.Tensor | None, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes. made: z, dz, its sums
-    and what the makers count with, of a product of dz that is to make it, from dout, too."""
-    found = None if dout is not None and made is None else _cuts(a, b, up is not None, cols)
+    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
+    solo = _solo(act, keep, up is not None, dout is not None)
+    found = None if dout is not None else _cuts(a, b, up is not None, cols, solo)
     table = work = flags = None
     if found is not None:
         table, slots = found
         work = a.new_empty(slots * SLOT, dtype=torch.float32)
         flags = a.new_zeros(slots * 2, dtype=torch.int32)
-    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, table, work, flags, *(made or (None,) * 4))
-    remembered(_launch, tensors, act, keep, add, cols)(*tensors)
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, table, work, flags)
+    remembered(_launch, tensors, act, keep, add, cols, solo)(*tensors)
 
 
-def _cuts(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str) -> tuple[torch.Tensor, int] | None:
-    """`table_of` a product, if wide tiles that are cut are faster than what `_pick` takes."""
+def _cuts(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str, solo: int) -> tuple[torch.Tensor, int] | None:
+    """`table_of` a product, None for narrow tiles."""
     rows, columns, k = _shape(a, b, cols)
-    sms, out_n, k_tiles = facts(a.device).sms, WIDE.block_n // 2 if gated else WIDE.block_n, -(-k // BLOCK_K)
+    sms, out_n = facts(a.device).sms, WIDE.block_n // 2 if gated else WIDE.block_n
     tiles = -(-rows // (2 * WIDE.block_m)), -(-columns // out_n)
-    share = tiles[0] * tiles[1] / sms
-    if share < 1:
+    if tiles[0] * tiles[1] < sms or _pick(rows, columns * (2 if gated else 1), sms) != WIDE:
         return None
-    if _pick(rows, columns * (2 if gated else 1), sms) != WIDE:
-        narrow = -(-tiles[0] * -(-2 * columns // out_n) // sms)
-        if 1.1 * narrow * k_tiles < 2 * (share * k_tiles + MEND):
-            return None
-    return table_of(a, tiles, (2 * WIDE.block_m, out_n), k_tiles, sms, WIDE.group, WIDE.longest)
+    k_tiles = -(-k // BLOCK_K)
+    ends = sum(_blocks(k_tiles, solo))
+    run, most = _length(*tiles, WIDE.longest, sms, EDGE * ends / k_tiles), k_tiles - ends
+    return table_of(a, tiles, (2 * WIDE.block_m, out_n), k_tiles, sms, WIDE.group, run, most)
 
 
 def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
@@ -444,27 +426,23 @@ def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
     return rows, b.shape[1 if "b" in cols else 0], k
 
 
-def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launch:
+def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, solo: int) -> Launch:
     device = facts(tensors[0].device)
-    a, b, up, out, pre, _, dout, bias, table, _, _, z, dz, sums, _ = tensors
-    make, grad = z is not None, dout is not None and z is None
+    a, b, up, out, pre, _, dout, bias, table, _, _ = tensors
+    grad = dout is not None
     rows, columns, k = _shape(a, b, cols)
     wide = columns * (1 if up is None else 2)
     config = _pick(rows, wide, device.sms) if table is None else WIDE
-    config = config if grad else _ring(config, act, -(-k // BLOCK_K))
     out_n = config.block_n // (1 if up is None else 2)
     piece = config.piece // 2 if add or grad else config.piece  # float32, or registers for D
     meta = dict(
-        ACT="none" if make else act,
+        ACT=act,
         GATED=up is not None,
         BIAS=bias is not None,
         KEEP=keep,
         GRAD=grad,
         ADD=add,
         CUT=table is not None,
-        MAKE=make,
-        SLOPE=act if make else "none",
-        SUMS=sums is not None,
         A_COLS="a" in cols,
         B_COLS="b" in cols,
         BLOCK_M=config.block_m,
@@ -486,21 +464,15 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         "PreUp": result,
     }
     tiles = -(-rows // (2 * config.block_m)), -(-columns // out_n)
-    run = _length(*tiles, config.longest, device.sms)
+    k_tiles = -(-k // BLOCK_K)
+    run = _length(*tiles, config.longest, device.sms, EDGE * sum(_blocks(k_tiles, solo)) / k_tiles)
     n_runs = -(-tiles[0] // run) * tiles[1]
     if table is not None:
-        run, n_runs = config.longest, (table.shape[0] - device.sms - 1) // 8
+        n_runs = (table.shape[0] - device.sms - 1) // 8
     stride_d = 0 if dout is None else dout.stride(0)
-    k_tiles = -(-k // BLOCK_K)
-    solo = _solo("none" if make else act, keep, up is not None, grad)
-    solo = min(k_tiles // 2, solo) if run > 1 else 0
-    u = (k_tiles - solo) // 2 if run > 1 else k_tiles
-    scalars = (rows, columns, k_tiles, u, solo, run, n_runs, stride_d, k)
-    if make:
-        scalars += (z.stride(0), dz.stride(0), *hopper_made.numbers(rows, k, run, config.group))
-    else:
-        scalars += (0,) * 7
-    spill = 320 if grad else 48 if make else 0
+    w, solo = _blocks(k_tiles, solo) if run > 1 else (0, 0)
+    scalars = (rows, columns, k_tiles, w, solo, run, n_runs, stride_d)
+    spill = 320 if grad else 0
     return Launch(_kernel, device.sms if table is not None else min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
@@ -534,11 +506,6 @@ def _dz(x: Inputs, o: Options, dout: torch.Tensor) -> torch.Tensor:
     return dz
 
 
-def _makes(x: Inputs, o: Options, kept: torch.Tensor, dout: torch.Tensor) -> bool:
-    """Whether the product for dx is long enough to make dz beside it."""
-    return not o.gated and x.x.shape[1] >= MAKING and kept.numel() >= 2**24 and suits_tma(kept, dout)
-
-
 def backward(
     x: Inputs, o: Options, kept: torch.Tensor | None, dout: torch.Tensor, needs: tuple[bool, bool, bool],
     into: torch.Tensor | None = None, spend: bool = False,
@@ -550,20 +517,11 @@ def backward(
     elif kept is None:
         dz = _dz(x, o, dout)
         dbias = dz.sum(0) if sums else None
-    elif needs[0] and _makes(x, o, kept, dout):
-        dz = dbias = None
     else:
         dz, dbias = gradient(kept, dout, o.activation, o.gated, sums, spend)
     n = x.weight.shape[0]
     dx = dweight = dup = None
-    if dz is None:
-        dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
-        dz = kept if spend else torch.empty_like(kept)
-        parts = dz.new_empty(hopper_made.parts(dz.shape[0]), n, dtype=torch.float32) if sums else None
-        counters = hopper_made.made(dz, *dz.shape)
-        _product(dz, x.weight, dx, dout=dout, act=o.activation, cols="b", made=(kept, dz, parts, counters))
-        dbias = None if parts is None else hopper_made.sum_rows(parts, dz.dtype)
-    elif needs[0]:
+    if needs[0]:
         dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
         _product(dz[:, :n], x.weight, dx, cols="b")
         if x.up is not None:
