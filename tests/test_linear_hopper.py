@@ -12,7 +12,7 @@ from adatom.registry import choose, rows
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.linear import hopper_cuts, hopper_linear  # noqa: E402
+from adatom.ops.linear import hopper_linear  # noqa: E402
 
 H100 = Device("cuda", 90, 132, 232448)
 
@@ -49,13 +49,12 @@ def test_what_hopper_does_not_take(options, why):
     assert why in row.refuses(posed(**options))
 
 
-def stream(count, k_tiles, u, solo, cut=0):
-    """What the producer puts in the ring for a run: (k, first consumer's tile or None, second's) of each use; of the
-    last tile without the first `cut` tiles of k."""
+def stream(count, k_tiles, u, solo):
+    """What the producer puts in the ring for a run: (k, first consumer's tile or None, second's) of each use."""
     uses = []
     for block in range(2, 4 * count + 3):
         turn, which = divmod(block, 4)
-        begin, end = {0: (cut if turn == count else 0, u), 2: (u + solo, k_tiles)}.get(which, (u, u + solo))
+        begin, end = {0: (0, u), 2: (u + solo, k_tiles)}.get(which, (u, u + solo))
         first = (turn - 1 if which == 0 else turn) if which != 1 and (which == 0 or turn < count) else None
         second = turn - 1 if which != 3 and turn > 0 else None
         uses += [(k, first, second) for k in range(begin, end)]
@@ -78,42 +77,6 @@ def test_consumers_find_their_sums_in_the_ring(count, k_tiles, u, solo):
     assert n[0] + w == n[1] - solo == len(uses)
     for consumer in (0, 1):  # nothing that a consumer reads is left out
         assert sum(use[1 + consumer] is not None for use in uses) == count * k_tiles
-
-
-@pytest.mark.parametrize("solo, behind", [(0, 12), (5, 12), (5, 1000)])
-@pytest.mark.parametrize("tiles, k_tiles, run", [((64, 32), 128, 8), ((64, 64), 64, 8), ((64, 16), 256, 8)])
-def test_the_ring_of_a_program_with_cut_tiles(tiles, k_tiles, run, solo, behind):
-    """From run to run, each consumer finds the sums of its tiles, and neither runs ahead of what has arrived."""
-    most = k_tiles - solo - min(behind, (k_tiles - solo) // 2)
-    lines, _ = hopper_cuts.divide(tiles, (128, 256), k_tiles, 132, 16, run, most)
-    for mine in (*lines[:10], *lines[10::17]):
-        uses, n, starts, done = [], [0, 0], [[], []], [[], []]
-        for r, line in enumerate(mine):
-            k, several = line.length, line.count > 1
-            s = solo if several and k >= 2 * solo else 0
-            w = min(behind, (k - s) // 2) if several else 0
-            u = k - s - w
-            uses += [(at, None if a is None else (r, a), None if b is None else (r, b))
-                     for at, a, b in stream(line.count, k, u, s, line.cut)]  # fmt: skip
-            n[1] += w + s
-            for tile in range(line.count):
-                last = tile == line.count - 1
-                cut = line.cut if last else 0
-                for c in (0, 1):
-                    got = uses[n[c] : n[c] + k - cut]
-                    assert sorted(at for at, *_ in got) == list(range(cut, k))
-                    assert {use[1 + c] for use in got} == {(r, tile)}
-                    seen = max(w + s, 1) if c == 0 else k - cut if last else max(u + s, 1)
-                    assert 1 <= seen <= k - cut
-                    starts[c].append(n[c])
-                    done[c].append(n[c] + seen)
-                    n[c] += k - cut + s
-            n[0] += w
-            n[1] -= s
-        assert n[0] == n[1] == len(uses)
-        for i in range(len(starts[0])):  # a tile begins at once behind what the other one has seen
-            assert starts[1][i] <= done[0][i]
-            assert i == 0 or starts[0][i] <= done[1][i - 1]
 
 
 def test_runs_keep_all_programs_busy():

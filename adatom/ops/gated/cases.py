@@ -51,8 +51,6 @@ GPU: tuple[Case, ...] = (
     *(_case(f"bf16 gate recompute {act}", 750, 456, 712, BF16, act, recompute=True) for act in ("silu", "gelu")),
     _case("f16 gate recompute apart", 750, 456, 712, F16, apart=True, recompute=True),
     _case("bf16 gate large", 4096, 1024, 4096, BF16),
-    *(_case(f"bf16 gate cut {act}", 4300, 4096, 2056, BF16, act) for act in ("silu", "gelu")),
-    _case("f16 gate cut apart", 4300, 4096, 2056, F16, apart=True),
     _case("bf16 gate 8 features", 2000, 256, 8, BF16),
     _case("bf16 gate strides large", 1200, 512, 768, BF16, layout="xw", apart=True),
     _case("f32 gate large", 700, 456, 712, F32),
@@ -64,7 +62,6 @@ COMPILE: tuple[Case, ...] = (
     _case("bf16 gate recompute", 8192, 1024, 4096, BF16, recompute=True),
     _case("bf16 gate small", 512, 1024, 512, BF16),
     *(_case(f"f32 gate {p}", 4096, 1024, 4096, F32, precision=p) for p in ("tf32x3", "tf32", "ieee")),
-    *(_case(f"bf16 gate cut {act}", 4352, 4096, 2048, BF16, act) for act in ("silu", "gelu", "gelu_tanh")),
 )
 COMPILE_QUICK = ("bf16 gate silu", "bf16 gate recompute", "f32 gate tf32x3")
 BENCH: dict[str, tuple[Case, ...]] = {

@@ -4,7 +4,7 @@
 A producer warp feeds two consumer warpgroups by TMA; programs are persistent. A consumer converts its accumulator in
 pieces of columns, and TMA stores them while it goes on.
 
-The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are about half a sum
+The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are some tiles of k
 apart. A sum does not mind where it begins. A program works on a run of tiles below each other, for which the tiles of B
 come round again and again, in three blocks of k: U, S and W. The first consumer sums over W, S, U, the second over U,
 S, W, and the ring carries
@@ -13,10 +13,9 @@ S, W, and the ring carries
     1 1   * 2 * 1   * 2 * 1         * 2 2
 
 of which both consumers read what is marked *: only S, the solos, comes twice. While one consumer computes a solo, the
-other is in its epilogue. The longer the epilogue, the longer S; with an empty S the ring alone lets one go ahead. A run
-of one tile has nothing but U: the consumers go side by side.
-
-CUT: which runs a program works on, and which tiles are cut along k, says a table (`hopper_cuts.py`).
+other is in its epilogue. The longer the epilogue, the longer S; with an empty S the ring alone lets one go ahead. W is
+short: at the ends of a run one consumer waits while the other goes through W and S. A run of one tile has nothing but
+U: the consumers go side by side.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from typing import NamedTuple
 import torch
 
 from adatom.device import facts
-from adatom.ops.linear.hopper_cuts import SLOT, give, table_of, with_rest
 from adatom.ops.linear.problem import Inputs, Options, suits_tma
 from adatom.ops.linear.torch_linear import products
 from adatom.tiles.hopper import (
@@ -39,7 +37,6 @@ from adatom.tiles.hopper import (
     tma,
     wait_empty,
     wait_for_previous,
-    wait_turn,
 )
 from adatom.tiles.hopper_gemm import (
     Launch,
@@ -55,8 +52,6 @@ from adatom.tiles.hopper_gemm import (
 from adatom.tiles.triton_dense import gradient, remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
-EDGE = 0.75  # what a tile of k of W or S costs at both ends of a run, in tiles of k
-BEHIND = 12  # tiles of k in a block W, at most: at the ends of a run one consumer waits for W and S of the other
 
 
 class Config(NamedTuple):
@@ -87,7 +82,6 @@ class Plan:
     KEEP: bool
     GRAD: bool
     ADD: bool
-    CUT: bool
     A_COLS: bool
     B_COLS: bool
     BLOCK_M: int
@@ -108,39 +102,18 @@ def _plan(*args):
 
 
 @gluon.jit
-def _runs(Table, n_runs, PLAN: gl.constexpr):
-    """The runs of this program as a range: first, end, step."""
-    if PLAN.CUT:
-        at = Table + 8 * n_runs + gl.program_id(0)
-        return gl.load(at), gl.load(at + 1), 1
-    else:
-        return gl.program_id(0), n_runs, gl.num_programs(0)
-
-
-@gluon.jit
-def _run(r, Table, M, N, k_tiles, w, solo, run, PLAN: gl.constexpr):
-    """Run r: its first row, rows from tile to tile, number of tiles, first column; tiles of k, how many of them are U
-    and S; tiles of k that its last tile leaves out; the slot and others of `hopper_cuts.Line`."""
+def _run(r, M, N, run, PLAN: gl.constexpr):
+    """First row, number of tiles and first column of run r, of up to `run` tiles."""
     ROWS: gl.constexpr = 2 * PLAN.BLOCK_M
     COLUMNS: gl.constexpr = PLAN.OUT_N
     GROUP: gl.constexpr = PLAN.GROUP
-    if PLAN.CUT:
-        at = Table + 8 * r
-        count = gl.load(at + 2)
-        length = gl.load(at + 4)
-        solo = gl.where((count > 1) & (length >= 2 * solo), solo, 0)
-        w = gl.where(count > 1, gl.minimum(w, (length - solo) // 2), 0)
-        return (gl.load(at), gl.load(at + 1), count, gl.load(at + 3), length, length - solo - w, solo, gl.load(at + 5),
-                gl.load(at + 6), gl.load(at + 7))
-    else:
-        tiles = (M + ROWS - 1) // ROWS
-        m, n = raster(r, (tiles + run - 1) // run, (N + COLUMNS - 1) // COLUMNS, GROUP)
-        count = gl.minimum(tiles - m * run, run)
-        return m * run * ROWS, ROWS, count, n * COLUMNS, k_tiles, k_tiles - solo - w, solo, 0, 0, 0
+    tiles = (M + ROWS - 1) // ROWS
+    m, n = raster(r, (tiles + run - 1) // run, (N + COLUMNS - 1) // COLUMNS, GROUP)
+    return m * run * ROWS, gl.minimum(tiles - m * run, run), n * COLUMNS
 
 
 @gluon.jit
-def _producer(A, B, Up, Table, a_s, b_s, full, empty, M, N, all_k, all_w, solos, run, n_runs,
+def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs,
               PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -149,18 +122,17 @@ def _producer(A, B, Up, Table, a_s, b_s, full, empty, M, N, all_k, all_w, solos,
     PARTS: gl.constexpr = 2 if PLAN.GATED else 1
     BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
     n = 0
-    first_run, end_run, step_run = _runs(Table, n_runs, PLAN)
-    for r in range(first_run, end_run, step_run):
-        row, step, count, column, k_tiles, u, solo, cut, _, _ = _run(r, Table, M, N, all_k, all_w, solos, run, PLAN)
+    for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
+        row, count, column = _run(r, M, N, run, PLAN)
         for block in range(2, 4 * count + 3):  # U, S, W, S of each turn, of which there is one more than tiles
             turn = block // 4
             which = block % 4
-            begin = gl.where(which == 0, gl.where(turn == count, cut, 0), gl.where(which == 2, u + solo, u))
+            begin = gl.where(which == 0, 0, gl.where(which == 2, u + solo, u))
             end = gl.where(which == 0, u, gl.where(which == 2, k_tiles, u + solo))
             first = (which != 1) & ((which == 0) | (turn < count))
             second = (which != 3) & (turn > 0)
-            upper = row + gl.where(which == 0, turn - 1, turn) * step
-            lower = row + (turn - 1) * step + BLOCK_M
+            upper = row + gl.where(which == 0, turn - 1, turn) * (2 * BLOCK_M)
+            lower = row + (turn - 1) * (2 * BLOCK_M) + BLOCK_M
             for k in range(begin, end):
                 wait_empty(empty, n, STAGES)
                 i = slot(n, STAGES)
@@ -216,8 +188,8 @@ def _load(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, N, stride_d, slot, mended,
-              C: gl.constexpr, PLAN: gl.constexpr):
+def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
+              PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
     PIECES: gl.constexpr = PLAN.OUT_N // PIECE
@@ -234,9 +206,7 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
     if PLAN.GRAD:
         ahead = _load(D, row, column, M, N, stride_d, PLAN)
     for p in gl.static_range(PIECES):
-        z = with_rest(parts[p], Work, slot, mended, p * PIECE, C, PLAN)
-        if PLAN.GATED:
-            other = with_rest(others[p], Work, slot, mended, PLAN.OUT_N + p * PIECE, C, PLAN)
+        z = parts[p]
         c = column + p * PIECE
         if PLAN.BIAS:
             z = z + bias_s.index(C).slice(p * PIECE, PIECE).load(COLUMNS)[None, :]
@@ -246,15 +216,15 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
                 ahead = _load(D, row, c + PIECE, M, N, stride_d, PLAN)
             value, slope = value_and_slope(z, ACT)
             if PLAN.GATED:
-                _emit(Pre, d * other * slope, row, c, c_s, C, 2 * p, PLAN)
+                _emit(Pre, d * others[p] * slope, row, c, c_s, C, 2 * p, PLAN)
                 _emit(PreUp, d * value, row, c, c_s, C, 2 * p + 1, PLAN)
             else:
                 _emit(Out, d * slope, row, c, c_s, C, p, PLAN)
         elif PLAN.GATED:
             if PLAN.KEEP:
                 _emit(Pre, z, row, c, c_s, C, 3 * p, PLAN)
-                _emit(PreUp, other, row, c, c_s, C, 3 * p + 1, PLAN)
-            _emit(Out, activation(z, ACT) * other, row, c, c_s, C, 3 * p + 2 if PLAN.KEEP else p, PLAN)
+                _emit(PreUp, others[p], row, c, c_s, C, 3 * p + 1, PLAN)
+            _emit(Out, activation(z, ACT) * others[p], row, c, c_s, C, 3 * p + 2 if PLAN.KEEP else p, PLAN)
         else:
             if PLAN.KEEP:
                 _emit(Pre, z, row, c, c_s, C, 2 * p, PLAN)
@@ -262,20 +232,18 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row, column, M, 
 
 
 @gluon.jit
-def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, all_k,
-              all_w, solos, run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
+def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo,
+              run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     STAGES: gl.constexpr = PLAN.STAGES
+    w = k_tiles - u - solo
     n = 0
     done = 0
-    first_run, end_run, step_run = _runs(Table, n_runs, PLAN)
-    for r in range(first_run, end_run, step_run):
-        row, step, count, column, k_tiles, u, solo, cut, slot, others = _run(r, Table, M, N, all_k, all_w, solos, run,
-                                                                             PLAN)
-        w = k_tiles - u - solo
+    for r in range(gl.program_id(0), n_runs, gl.num_programs(0)):
+        row, count, column = _run(r, M, N, run, PLAN)
         if C == 1:
             n += w + solo
         for tile in range(count):
@@ -284,28 +252,20 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
                 j = column + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0]))
                 bias = gl.load(Bias + j, mask=j < N, other=0.0).to(gl.float32)
             if PLAN.GRAD:
-                _prefetch(D, row + tile * step + C * BLOCK_M, column, M, N, stride_d, PLAN)
-            last = tile == count - 1
-            length = gl.where(last, k_tiles - cut, k_tiles)
+                _prefetch(D, row + (2 * tile + C) * BLOCK_M, column, M, N, stride_d, PLAN)
             # what lies before n in the ring has arrived: a wait for n by parity would take an older lap for it
             if C == 0:
                 mbarrier.wait(turns.index(0), (done & 1) ^ 1)
                 seen = gl.maximum(w + solo, 1)
             else:
                 mbarrier.wait(turns.index(1), done & 1)
-                seen = gl.where(last, length, gl.maximum(u + solo, 1))
+                seen = gl.where(tile == count - 1, k_tiles, gl.maximum(u + solo, 1))
             done += 1
-            acc = multiply(a_s, b_s, full, empty, n, length, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
+            acc = multiply(a_s, b_s, full, empty, n, k_tiles, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
                            BLOCK_N, STAGES)
-            n += length + solo
-            if PLAN.CUT and others < 0:
-                give(acc, Work, Flags, slot + tile, C, PLAN)
-            else:
-                mended = last & (others > 0)
-                if PLAN.CUT and mended:
-                    wait_turn(Flags + 2 * slot + C, 1)
-                _epilogue(acc, bias, Out, Pre, PreUp, D, Work, c_s, bias_s, row + tile * step + C * BLOCK_M, column, M,
-                          N, stride_d, slot, mended, C, PLAN)
+            n += k_tiles + solo
+            _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
+                      stride_d, C, PLAN)
         if C == 0:
             n += w
         else:
@@ -313,10 +273,10 @@ def _consumer(Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "w", "solo", "run", "n_runs"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tiles, w, solo, run, n_runs, stride_d,
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_runs, stride_d,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            ADD: gl.constexpr, CUT: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
+            ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
             GROUP: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
@@ -324,12 +284,9 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tile
     KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was
     given, from D, that of Out; gated: to Pre and PreUp. ADD: the result is added to what Out holds.
     A_COLS, B_COLS: the operand is given as its transpose.
-    CUT: Table holds n_runs lines of `hopper_cuts.Line`, and behind them the number of each program's first and of one
-    more; Work (slots, 2, BLOCK_M, BLOCK_N) the sums that programs write for each other, when Flags (slots, 2), zeros
-    at first, say so.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, CUT, A_COLS, B_COLS, BLOCK_M, BLOCK_N,
-                               STAGES, PIECE, BUFFERS, GROUP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+                               BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
     b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], B.layout) if GATED else b_parts
@@ -343,11 +300,11 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Table, Work, Flags, M, N, k_tile
     let_next(True)
     wait_for_previous(True)
     gl.warp_specialize([
-        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                     k_tiles, w, solo, run, n_runs, stride_d, 0, PLAN)),
-        (_consumer, (Out, Pre, PreUp, D, Bias, Table, Work, Flags, a_s, b_s, c_s, bias_s, full, empty, turns, M, N,
-                     k_tiles, w, solo, run, n_runs, stride_d, 1, PLAN)),
-        (_producer, (A, B, Up, Table, a_s, b_parts, full, empty, M, N, k_tiles, w, solo, run, n_runs, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                     solo, run, n_runs, stride_d, 0, PLAN)),
+        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                     solo, run, n_runs, stride_d, 1, PLAN)),
+        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
     ], [4, 1], [240, 24])
 
 
@@ -363,16 +320,23 @@ def _pick(rows: int, columns: int, sms: int) -> Config:
 def _length(rows: int, columns: int, longest: int, sms: int, edge: float = 0.25) -> int:
     """How many of rows x columns tiles make a run: as long as possible, if no program works longer for it.
 
-    edge: what a run takes beside its tiles, in tiles. Programs that are below each other share what they read.
+    edge: what a run takes beside its tiles, in tiles.
     """
 
     def time(length: int) -> float:
         runs = -(-rows // length)
-        below = min(runs, WIDE.group)
-        reads = below + 2 * min(columns, -(-sms // below))  # of 128 rows each
-        return -(-runs * columns // sms) * (length + edge) * max(1.0, reads / 75)  # the memory's bandwidth
+        below = min(runs, WIDE.group)  # programs that read the same tiles of B
+        reads = below + 2 * min(columns, -(-sms // below))  # of 128 rows, all at the same time
+        # the memory keeps up with 75 of those
+        return -(-runs * columns // sms) * (length + edge) * max(1.0, reads / 75)
 
     return min(range(1, longest + 1), key=time)
+
+
+def _blocks(k_tiles: int, solo: int) -> tuple[int, int]:
+    """Tiles of k in the blocks W and S of a run."""
+    solo = min(k_tiles // 2, solo)
+    return min((k_tiles - solo) // 2, max(4, min(8, k_tiles // 5))), solo
 
 
 def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
@@ -381,13 +345,7 @@ def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
         return 16
     if gated:  # half as many results
         return 6 if keep else 2
-    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 5}[act] + (4 if keep else 0)
-
-
-def _blocks(k_tiles: int, solo: int) -> tuple[int, int]:
-    """Tiles of k in the blocks W and S of a run."""
-    solo = min(k_tiles // 2, solo)
-    return min((k_tiles - solo) // 2, BEHIND), solo
+    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 4}[act] + (1 if keep else 0)
 
 
 def _product(
@@ -396,60 +354,33 @@ def _product(
     act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
 ) -> None:  # fmt: skip
     """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
-    solo = _solo(act, keep, up is not None, dout is not None)
-    found = None if dout is not None else _cuts(a, b, up is not None, cols, solo)
-    table = work = flags = None
-    if found is not None:
-        table, slots = found
-        work = a.new_empty(slots * SLOT, dtype=torch.float32)
-        flags = a.new_zeros(slots * 2, dtype=torch.int32)
-    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, table, work, flags)
-    remembered(_launch, tensors, act, keep, add, cols, solo)(*tensors)
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias)
+    remembered(_launch, tensors, act, keep, add, cols)(*tensors)
 
 
-def _cuts(a: torch.Tensor, b: torch.Tensor, gated: bool, cols: str, solo: int) -> tuple[torch.Tensor, int] | None:
-    """`table_of` a product, None for narrow tiles."""
-    rows, columns, k = _shape(a, b, cols)
-    sms, out_n = facts(a.device).sms, WIDE.block_n // 2 if gated else WIDE.block_n
-    tiles = -(-rows // (2 * WIDE.block_m)), -(-columns // out_n)
-    if tiles[0] * tiles[1] < sms or _pick(rows, columns * (2 if gated else 1), sms) != WIDE:
-        return None
-    k_tiles = -(-k // BLOCK_K)
-    ends = sum(_blocks(k_tiles, solo))
-    run, most = _length(*tiles, WIDE.longest, sms, EDGE * ends / k_tiles), k_tiles - ends
-    return table_of(a, tiles, (2 * WIDE.block_m, out_n), k_tiles, sms, WIDE.group, run, most)
-
-
-def _shape(a: torch.Tensor, b: torch.Tensor, cols: str) -> tuple[int, int, int]:
-    """Rows, columns and k of a product."""
-    k, rows = a.shape if "a" in cols else a.shape[::-1]
-    return rows, b.shape[1 if "b" in cols else 0], k
-
-
-def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, solo: int) -> Launch:
+def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launch:
     device = facts(tensors[0].device)
-    a, b, up, out, pre, _, dout, bias, table, _, _ = tensors
-    grad = dout is not None
-    rows, columns, k = _shape(a, b, cols)
+    a, b, up, out, pre, _, dout, bias = tensors
+    k, rows = a.shape if "a" in cols else a.shape[::-1]
+    columns = b.shape[1 if "b" in cols else 0]
     wide = columns * (1 if up is None else 2)
-    config = _pick(rows, wide, device.sms) if table is None else WIDE
+    config = _pick(rows, wide, device.sms)
     out_n = config.block_n // (1 if up is None else 2)
-    piece = config.piece // 2 if add or grad else config.piece  # float32, or registers for D
+    piece = config.piece // 2 if add or dout is not None else config.piece  # float32, or registers for D
     meta = dict(
         ACT=act,
         GATED=up is not None,
         BIAS=bias is not None,
         KEEP=keep,
-        GRAD=grad,
+        GRAD=dout is not None,
         ADD=add,
-        CUT=table is not None,
         A_COLS="a" in cols,
         B_COLS="b" in cols,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=piece,
-        BUFFERS=config.buffers * config.piece // piece if grad else config.buffers,
+        BUFFERS=config.buffers * config.piece // piece if dout is not None else config.buffers,
         GROUP=config.group,
         num_warps=4,
         launch_pdl=True,
@@ -465,15 +396,14 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str, solo: in
     }
     tiles = -(-rows // (2 * config.block_m)), -(-columns // out_n)
     k_tiles = -(-k // BLOCK_K)
-    run = _length(*tiles, config.longest, device.sms, EDGE * sum(_blocks(k_tiles, solo)) / k_tiles)
+    w, solo = _blocks(k_tiles, _solo(act, keep, up is not None, dout is not None))
+    run = _length(*tiles, config.longest, device.sms, 0.75 * (w + solo) / k_tiles)
     n_runs = -(-tiles[0] // run) * tiles[1]
-    if table is not None:
-        n_runs = (table.shape[0] - device.sms - 1) // 8
+    w, solo = (w, solo) if run > 1 else (0, 0)
     stride_d = 0 if dout is None else dout.stride(0)
-    w, solo = _blocks(k_tiles, solo) if run > 1 else (0, 0)
-    scalars = (rows, columns, k_tiles, w, solo, run, n_runs, stride_d)
-    spill = 320 if grad else 0
-    return Launch(_kernel, device.sms if table is not None else min(n_runs, device.sms), scalars, meta, spill, blocks)
+    scalars = (rows, columns, k_tiles, k_tiles - w - solo, solo, run, n_runs, stride_d)
+    spill = 0 if dout is None else 320
+    return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
 def _weights(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
