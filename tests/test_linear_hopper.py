@@ -33,6 +33,25 @@ def test_where_hopper_runs():
     assert choose("linear_fwd", posed(machine=H100._replace(arch=80), dtype=torch.float32)).backend == "triton"
 
 
+def test_few_rows_and_tiles_are_left_to_pytorch():
+    for op, options, backend in (
+        ("linear_fwd", {"m": 16, "n": 14336}, "torch"),
+        ("linear_fwd", {"m": 16, "n": 14336, "activation": "gelu"}, "hopper"),
+        ("linear_fwd", {"m": 256, "activation": "gelu"}, "torch"),
+        ("linear_fwd", {"m": 512, "activation": "gelu"}, "hopper"),
+        ("linear_fwd", {"m": 1024, "k": 8192, "n": 1024, "activation": "gelu"}, "torch"),
+        ("linear_fwd", {"m": 256, "activation": "gelu", "recompute": True}, "hopper"),
+        ("linear_bwd", {"m": 128, "activation": "gelu"}, "torch"),
+        ("linear_bwd", {"m": 512, "activation": "gelu"}, "hopper"),
+        ("linear_bwd", {"m": 128, "activation": "gelu", "recompute": True}, "hopper"),
+        ("linear_fwd", {"n": 4100, "activation": "gelu"}, "torch"),
+        ("linear_fwd", {"n": 4095, "activation": "gelu"}, "triton"),
+        ("linear_fwd", {"m": 64, "n": 4095, "activation": "gelu"}, "torch"),
+    ):
+        assert choose(op, posed(**options)).backend == backend, (op, options)
+    assert choose("linear_fwd", posed(m=16), "hopper").backend == "hopper_any"
+
+
 @pytest.mark.parametrize(
     "options, why",
     [
@@ -62,7 +81,8 @@ def stream(count, k_tiles, u, solo):
 
 
 @pytest.mark.parametrize(
-    "count, k_tiles, u, solo", [(4, 16, 5, 5), (1, 7, 7, 0), (3, 1, 0, 0), (8, 64, 32, 0), (2, 3, 1, 1)]
+    "count, k_tiles, u, solo",
+    [(5, 16, 8, 4), (8, 128, 120, 0), (4, 16, 5, 5), (1, 7, 7, 0), (3, 1, 0, 0), (8, 64, 32, 0), (2, 3, 1, 1)],
 )
 def test_consumers_find_their_sums_in_the_ring(count, k_tiles, u, solo):
     """Each consumer's k_tiles uses in a row hold each k of its tile once, and its steps lead from tile to tile."""
@@ -77,6 +97,24 @@ def test_consumers_find_their_sums_in_the_ring(count, k_tiles, u, solo):
     assert n[0] + w == n[1] - solo == len(uses)
     for consumer in (0, 1):  # nothing that a consumer reads is left out
         assert sum(use[1 + consumer] is not None for use in uses) == count * k_tiles
+
+
+def test_the_blocks_of_a_run():
+    """W is short, no block is longer than there are tiles of k, and U is left for both to work on."""
+    assert hopper_linear._blocks(128, 0) == (8, 0)
+    assert hopper_linear._blocks(16, 4) == (4, 4)
+    for k_tiles in range(1, 300):
+        for solo in (0, 3, 5, 16):
+            w, s = hopper_linear._blocks(k_tiles, solo)
+            assert s == min(solo, k_tiles // 2) and 0 <= w <= 8 and k_tiles - w - s >= max(1, w)
+
+
+def test_runs_share_what_they_read():
+    """With few rows of tiles, short runs: all programs at different columns would read more than the memory gives."""
+    assert hopper_linear._length(16, 56, 8, 132, 0.1) < 8
+    assert hopper_linear._length(8, 56, 8, 132, 0.1) <= 2
+    for tiles in ((64, 32), (64, 64), (128, 32), (64, 16)):
+        assert hopper_linear._length(*tiles, 8, 132, 0.1) == 8
 
 
 def test_runs_keep_all_programs_busy():

@@ -4,7 +4,7 @@
 A producer warp feeds two consumer warpgroups by TMA; programs are persistent. A consumer converts its accumulator in
 pieces of columns, and TMA stores them while it goes on.
 
-The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are about half a sum
+The consumers share the tiles of B, yet one's epilogue runs under the products of the other: they are some tiles of k
 apart. A sum does not mind where it begins. A program works on a run of tiles below each other, for which the tiles of B
 come round again and again, in three blocks of k: U, S and W. The first consumer sums over W, S, U, the second over U,
 S, W, and the ring carries
@@ -13,8 +13,9 @@ S, W, and the ring carries
     1 1   * 2 * 1   * 2 * 1         * 2 2
 
 of which both consumers read what is marked *: only S, the solos, comes twice. While one consumer computes a solo, the
-other is in its epilogue. The longer the epilogue, the longer S; with an empty S the ring alone lets one go ahead. A run
-of one tile has nothing but U: the consumers go side by side.
+other is in its epilogue. The longer the epilogue, the longer S; with an empty S the ring alone lets one go ahead. W is
+short: at the ends of a run one consumer waits while the other goes through W and S. A run of one tile has nothing but
+U: the consumers go side by side.
 """
 
 from dataclasses import dataclass
@@ -316,13 +317,26 @@ def _pick(rows: int, columns: int, sms: int) -> Config:
     return WIDE if waves(256) * 256 <= 1.1 * waves(128) * 128 else NARROW
 
 
-def _length(rows: int, columns: int, longest: int, sms: int) -> int:
-    """How many of rows x columns tiles make a run: as long as possible, if no program works longer for it."""
+def _length(rows: int, columns: int, longest: int, sms: int, edge: float = 0.25) -> int:
+    """How many of rows x columns tiles make a run: as long as possible, if no program works longer for it.
+
+    edge: what a run takes beside its tiles, in tiles.
+    """
 
     def time(length: int) -> float:
-        return -(-(-(-rows // length) * columns) // sms) * (length + 0.25)
+        runs = -(-rows // length)
+        below = min(runs, WIDE.group)  # programs that read the same tiles of B
+        reads = below + 2 * min(columns, -(-sms // below))  # of 128 rows, all at the same time
+        # the memory keeps up with 75 of those
+        return -(-runs * columns // sms) * (length + edge) * max(1.0, reads / 75)
 
     return min(range(1, longest + 1), key=time)
+
+
+def _blocks(k_tiles: int, solo: int) -> tuple[int, int]:
+    """Tiles of k in the blocks W and S of a run."""
+    solo = min(k_tiles // 2, solo)
+    return min((k_tiles - solo) // 2, max(4, min(8, k_tiles // 5))), solo
 
 
 def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
@@ -331,7 +345,7 @@ def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
         return 16
     if gated:  # half as many results
         return 6 if keep else 2
-    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 5}[act] + (4 if keep else 0)
+    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 4}[act] + (1 if keep else 0)
 
 
 def _product(
@@ -381,14 +395,13 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         "PreUp": result,
     }
     tiles = -(-rows // (2 * config.block_m)), -(-columns // out_n)
-    run = _length(*tiles, config.longest, device.sms)
-    n_runs = -(-tiles[0] // run) * tiles[1]
-    stride_d = 0 if dout is None else dout.stride(0)
     k_tiles = -(-k // BLOCK_K)
-    solo = _solo(act, keep, up is not None, dout is not None)
-    solo = min(k_tiles // 2, solo) if run > 1 else 0
-    u = (k_tiles - solo) // 2 if run > 1 else k_tiles
-    scalars = (rows, columns, k_tiles, u, solo, run, n_runs, stride_d)
+    w, solo = _blocks(k_tiles, _solo(act, keep, up is not None, dout is not None))
+    run = _length(*tiles, config.longest, device.sms, 0.75 * (w + solo) / k_tiles)
+    n_runs = -(-tiles[0] // run) * tiles[1]
+    w, solo = (w, solo) if run > 1 else (0, 0)
+    stride_d = 0 if dout is None else dout.stride(0)
+    scalars = (rows, columns, k_tiles, k_tiles - w - solo, solo, run, n_runs, stride_d)
     spill = 0 if dout is None else 320
     return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
 

@@ -38,12 +38,16 @@ def triton(p: Problem) -> str | None:
     """The Triton kernels where there is something to fuse."""
     if (why := triton_any(p)) is not None:
         return why
-    if p.dtype in _HALVES and p.activation == "none" and not p.gated and p.device.kind == "cuda":
+    if p.dtype not in _HALVES or p.device.kind != "cuda":
+        return None
+    if p.activation == "none" and not p.gated:
         return "has nothing to fuse: PyTorch's product serves"
+    if p.device.arch == 90 and not (p.gated or p.recompute) and (p.out_features % 2 == 0 or _few_tiles(p)):
+        return "was slower on Hopper than PyTorch's kernels one after the other, but for odd numbers of features"
     return None
 
 
-def hopper(p: Problem) -> str | None:
+def hopper_any(p: Problem) -> str | None:
     """The Gluon kernels: sm_90, 16-bit floats, what TMA can read and write."""
     if p.device.kind != "cuda":
         return "needs a CUDA device"
@@ -57,4 +61,29 @@ def hopper(p: Problem) -> str | None:
         return "needs addresses and strides of x and the weights that are multiples of 16 bytes"
     if p.in_features % 8 or p.out_features % 8:
         return f"needs multiples of 8 features; got {p.in_features} and {p.out_features}"
+    return None
+
+
+def _few_tiles(p: Problem) -> bool:
+    """Whether the result has too few tiles for three quarters of the multiprocessors."""
+    return 4 * -(-p.rows // 128) * -(-p.out_features // 128) < 3 * p.device.sms
+
+
+def hopper(p: Problem) -> str | None:
+    """The Gluon kernels where they were faster than PyTorch's (docs/linear.md)."""
+    if (why := hopper_any(p)) is not None or p.gated:
+        return why
+    if _few_tiles(p) and not p.recompute:
+        return f"has too few tiles of 128 x 128 for {p.device.sms} multiprocessors: PyTorch's kernels cut them along k"
+    if p.activation == "none" and p.rows <= 64:
+        return "has nothing to hide the reading of the weight under, with 64 rows or less"
+    return None
+
+
+def hopper_bwd(p: Problem) -> str | None:
+    """The same for the backward."""
+    if (why := hopper_any(p)) is not None or p.gated:
+        return why
+    if p.rows <= 128 and not p.recompute:
+        return "computes tiles of 128 rows, which is slow for that many or less"
     return None
