@@ -42,6 +42,17 @@ def hopper(p: Problem) -> str | None:
     return None
 
 
+def hopper_one(p: Problem) -> str | None:
+    """The Gluon kernels for a single token: narrow experts, rows of which fit in shared memory."""
+    if (why := hopper_any(p)) is not None:
+        return why
+    if p.tokens != 1:
+        return "takes a single token"
+    if p.top_k * -(-p.intermediate // 256) * 256 > 6656:
+        return "holds top_k rows of w_down of up to 6656 elements together"
+    return None
+
+
 def hopper_bwd(p: Problem) -> str | None:
     """The same for the backward, whose gradients of experts' matrices are faster from fewer rows on."""
     if (why := hopper_any(p)) is not None:
