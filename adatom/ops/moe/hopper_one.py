@@ -23,7 +23,6 @@ ROWS = 8  # of a matrix, of a program: a warp each
 WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and up each
 AHEAD = 0
 NARROW = 256  # columns of the second kernel's boxes
-MOST = 110_000  # bytes of w_down of a program, so that two are on a multiprocessor
 
 
 @gluon.jit
