@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType, SimpleNamespace
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from adatom.tiles.launch import observed
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.moe import hopper_one, hopper_products, hopper_wide  # noqa: E402
+from adatom.ops.moe import hopper_products, hopper_wide  # noqa: E402
 
 H100 = DEVICES[90]
 
@@ -42,10 +40,11 @@ def launched(x: Inputs, keep: bool = False) -> list[tuple[str, dict]]:
     return [(row.backend, {})] + seen
 
 
-def test_who_serves_a_single_token():
+def test_who_serves_few_tokens():
     assert [name for name, _ in launched(inputs(1))] == ["hopper_one", "_gate_kernel", "_down_kernel"]
     assert launched(inputs(1), keep=True)[2][0] == "_product_kernel"  # something is kept: the other kernels do it
-    for other in (inputs(2), inputs(1, wide=2048), inputs(1, hidden=12)):
+    assert [launched(inputs(n))[0][0] for n in (2, 3, 4, 5)] == ["hopper_one"] * 3 + ["triton"]
+    for other in (inputs(1, wide=2048), inputs(1, hidden=12)):
         assert launched(other)[0][0] == "triton"
     with pretend(DEVICES[100]):
         assert limits.hopper_one(problem(inputs(1), Options("silu"))) is not None
@@ -56,18 +55,8 @@ def test_two_programs_of_the_second_kernel_share_a_multiprocessor(wide, top_k):
     backend, *kernels = launched(inputs(1, wide=wide, top_k=top_k))
     assert backend[0] == "hopper_one"
     down = kernels[1][1]
-    held = 2 * down["PAIRS"] * down["CHUNKS"] * down["ROWS"] * down["NARROW"]
+    held = 2 * down["TOP_K"] * down["CHUNKS"] * down["ROWS"] * down["NARROW"]
     assert 2 * (held + 1024) <= H100.shared_memory and down["CHUNKS"] * down["NARROW"] >= wide
-
-
-def test_units_of_a_single_token():
-    """Each block of rows of each pair that has an expert is some unit, once."""
-    numbers = SimpleNamespace(where=lambda c, a, b: a if c else b, static_range=range)
-    unit = FunctionType(hopper_one._unit.fn.__code__, {"gl": numbers})
-    for found in ((3,), (4, -1, 0, 9), (-1, -1, 5), (2, 2)):
-        present = [p for p, e in enumerate(found) if e >= 0]
-        units = [unit(u, 6, found, len(found)) for u in range(6 * len(present))]
-        assert units == [(p, found[p], block) for p in present for block in range(6)]
 
 
 def test_tiles_of_products():

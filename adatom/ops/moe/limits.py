@@ -43,11 +43,11 @@ def hopper(p: Problem) -> str | None:
 
 
 def hopper_one(p: Problem) -> str | None:
-    """The Gluon kernels for a single token: narrow experts, rows of which fit in shared memory."""
+    """The Gluon kernels for up to 4 tokens: narrow experts, rows of which fit in shared memory."""
     if (why := hopper_any(p)) is not None:
         return why
-    if p.tokens != 1:
-        return "takes a single token"
+    if p.tokens > 4 or p.tokens * p.top_k > 32:
+        return "takes up to 4 tokens and 32 pairs"
     if p.top_k * -(-p.intermediate // 256) * 256 > 6656:
         return "holds top_k rows of w_down of up to 6656 elements together"
     return None
