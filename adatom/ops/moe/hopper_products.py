@@ -16,6 +16,7 @@ from adatom.device import facts
 from adatom.ops.moe.hopper_wide import Launch
 from adatom.ops.moe.triton_rows import lines
 from adatom.tiles.hopper import (
+    _asm,
     as_box,
     as_matrix,
     fence_async_shared,
@@ -42,7 +43,8 @@ BLOCK_K = 64  # 128 bytes: the widest swizzle
 class Config(NamedTuple):
     """How the kernel is tiled: consumers of block_m rows each, block_n columns of the accumulator, a ring of `stages`,
     pieces of `piece` columns in `buffers` of each, so that a tile has a multiple of `buffers` pieces; `group` tiles
-    below each other are walked together; `spill` bytes of registers it may spill."""
+    below each other are walked together at most; consumers begin `nap` ns apart; `spill` bytes of registers it may
+    spill."""
 
     consumers: int
     block_m: int
@@ -51,6 +53,7 @@ class Config(NamedTuple):
     piece: int
     buffers: int
     group: int = 8
+    nap: int = 0
     spill: int = 0
 
 
@@ -58,8 +61,10 @@ PLAIN = Config(2, 64, 256, 4, 64, 2)
 TALL = Config(3, 64, 256, 3, 64, 2)
 # what the forward kept comes through the ring; results leave from there
 GRADIENT = Config(2, 64, 256, 4, 64, 1, spill=16)
-WIDE = ("B",)
-MANY = 1024  # rows of an expert, on average, from which on consumers without rows multiply too: see `Plan.SKIP`
+WIDE = ("A", "B")  # descriptors that fetch 256 bytes
+BALANCED = True
+# rows of an expert, on average, from which on tiles are low, and consumers without rows multiply too: see `Plan.SKIP`
+MANY = 1024
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Plan:
     PIECE: int
     BUFFERS: int
     GROUP: int
+    NAP: int
 
     @property
     def HALVES(self):
@@ -107,6 +113,11 @@ class Plan:
 @gluon.constexpr_function
 def _plan(*args):
     return Plan(*args)
+
+
+@gluon.constexpr_function
+def _sleep(ns):
+    return f"nanosleep.u32 {ns}; mov.u32 $0, 0;"
 
 
 @gluon.jit
@@ -364,6 +375,8 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
     n_lines, n_tiles = _tiles(Lines, N, PLAN)
     n = 0
     turn = 0
+    if PLAN.NAP > 0 and C > 0:
+        _asm(_sleep(C * PLAN.NAP))
     t = _hear(told, told_full, told_empty, turn)
     while t < n_tiles:
         _, row, end, column, number = _tile(t, Lines, n_lines, N, PLAN)
@@ -399,7 +412,7 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
 def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles,
             pairs, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
             SKIP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-            STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr):
+            STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, NAP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
@@ -407,7 +420,7 @@ def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weight
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
     PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS,
-                               GROUP)
+                               GROUP, NAP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
@@ -464,7 +477,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
     gated = keep or (act != "" and not grad)
     config = GRADIENT if grad else pick(rows)
     out_n = config.block_n // (2 if gated else 1)
-    box = config.block_n // 2 if config.consumers == 3 else out_n
+    box, below = config.block_n // 2 if config.consumers == 3 else out_n, -(-pairs // (rows * b.shape[0]))
     meta = dict(
         ACT=act,
         GATED=gated,
@@ -478,7 +491,8 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
         STAGES=config.stages,
         PIECE=config.piece,
         BUFFERS=config.buffers,
-        GROUP=config.group,
+        GROUP=min(config.group, below) if config.consumers == 3 else config.group,
+        NAP=config.nap,
         num_warps=4,
         launch_pdl=True,
     )
@@ -493,6 +507,9 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
         "RaisedD": result,
     }
     programs = min((table.shape[0] - 1) * -(-columns // out_n), device.sms)
+    if BALANCED and config.consumers == 3:  # none is left with a tile more than nearly all others
+        tiles = min(b.shape[0], pairs) * below * -(-columns // out_n)
+        programs = -(-tiles // -(-tiles // programs))
     return Launch(_kernel, programs, (columns, k_tiles, pairs), meta, config.spill, blocks, wide=WIDE)
 
 
@@ -519,7 +536,7 @@ def pick(rows: int) -> Config:
 
 def rows_of(pairs: int, experts: int) -> int:
     """Rows of a tile of a forward's products."""
-    return 192
+    return 192 if pairs < MANY * experts else 128
 
 
 def lines_of(offsets: torch.Tensor, pairs: int, rows: int = 128) -> Lines:

@@ -37,8 +37,8 @@ def hopper(p: Problem) -> str | None:
     """The Gluon kernels where they were faster than Triton's (docs/moe.md)."""
     if (why := hopper_any(p)) is not None:
         return why
-    if p.tokens * p.top_k < 200 * p.experts:
-        return "is not worth it for fewer than 200 rows of an expert on average: reading its weights takes longest"
+    if p.tokens * p.top_k < 100 * p.experts:
+        return "has not been measured with fewer than 100 rows of an expert on average"
     return None
 
 
