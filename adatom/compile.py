@@ -312,8 +312,8 @@ def build(spec: Spec) -> Report:
 def _schedule(report: Report) -> str | None:
     """What the compiler did to the schedule of a Hopper kernel: it may move waits, or wait for each product."""
     products = report.tensor_cores.get("HGMMA", 0)
-    if not products:
-        return "does not multiply by warpgroups"
+    if not products:  # those that only stream use no TMA
+        return "does not multiply by warpgroups" if report.tma_loads else None
     if 2 * report.waits > products:
         return f"waits {report.waits} times for {products} products: they are serialised"
     if report.op == "attention_fwd" and (report.overlap or 0) < report.meta["BLOCK_N"] // 4:

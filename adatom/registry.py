@@ -91,6 +91,7 @@ ROWS: tuple[Row, ...] = (
     Row("gated_bwd", "triton_any", "linear.triton_linear:backward", linear.triton_any),
     Row("gated_bwd", "reference", "linear.reference:backward", linear.reference),
     Row("moe_fwd", "hopper", "moe.hopper_moe:forward", moe.hopper),
+    Row("moe_fwd", "hopper_one", "moe.hopper_one:forward", moe.hopper_one),
     Row("moe_fwd", "triton", "moe.triton_moe:forward", moe.triton),
     Row("moe_fwd", "hopper_any", "moe.hopper_moe:forward", moe.hopper_any),
     Row("moe_fwd", "torch", "moe.torch_moe:forward", moe.torch_moe),

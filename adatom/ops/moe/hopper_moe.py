@@ -10,7 +10,7 @@ import torch
 
 from adatom.ops.moe import triton_moe
 from adatom.ops.moe.hopper_outer import outer
-from adatom.ops.moe.hopper_products import column_tiles, lines_of, product
+from adatom.ops.moe.hopper_products import column_tiles, lines_of, product, rows_of
 from adatom.ops.moe.problem import Inputs, Options, Tensor
 from adatom.ops.moe.triton_combine import combine
 from adatom.ops.moe.triton_order import order as order_of
@@ -23,7 +23,7 @@ FEW = 200  # rows of an expert, on average, below which Triton's products are fa
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(out, pre, order, offsets); the contract is in reference.py."""
     order, offsets, places = order_of(x.indices, x.experts)
-    lines = lines_of(offsets, x.pairs)
+    lines = lines_of(offsets, x.pairs, rows_of(x.pairs, x.experts))
     wide = x.w_down.shape[2]
     a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
     product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """Products of each expert's rows with its matrix on Hopper (Gluon), with the gate, or its gradient, in the epilogue.
 
-A program takes tiles of 128 rows of one expert. A producer warp feeds two consumer warpgroups, of 64 rows each, by TMA;
-programs are persistent. Which rows a tile has is known on the device only: `triton_rows.lines` writes a table of them.
+A program takes tiles of 128 or 192 rows of one expert. A producer warp feeds two or three consumer warpgroups, of 64
+rows each, by TMA; programs are persistent. Which rows a tile has is known on the device only: `triton_rows.lines`
+writes a table of them.
 A tile at the end of an expert's rows also multiplies rows of the next one, and stores none of them.
 """
 
@@ -12,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from adatom.device import facts
+from adatom.ops.moe.hopper_wide import Launch
 from adatom.ops.moe.triton_rows import lines
 from adatom.tiles.hopper import (
+    _asm,
     as_box,
     as_matrix,
     fence_async_shared,
@@ -28,30 +31,40 @@ from adatom.tiles.hopper import (
     wait_empty,
     wait_for_previous,
     wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
-from adatom.tiles.hopper_gemm import Launch, acc_layout, activation, multiply, raster, split_columns, value_and_slope
+from adatom.tiles.hopper_gemm import acc_layout, activation, multiply, raster, split_columns, value_and_slope
 from adatom.tiles.triton_dense import remembered
 
 BLOCK_K = 64  # 128 bytes: the widest swizzle
 
 
 class Config(NamedTuple):
-    """How the kernel is tiled: two consumers of block_m rows each, block_n columns of the accumulator, a ring of
-    `stages`, pieces of `piece` columns in `buffers` of each, so that a tile has a multiple of `buffers` pieces; `group`
-    tiles below each other are walked together; `spill` bytes of registers it may spill."""
+    """How the kernel is tiled: consumers of block_m rows each, block_n columns of the accumulator, a ring of `stages`,
+    pieces of `piece` columns in `buffers` of each, so that a tile has a multiple of `buffers` pieces; `group` tiles
+    below each other are walked together at most; consumers begin `nap` ns apart; `spill` bytes of registers it may
+    spill."""
 
+    consumers: int
     block_m: int
     block_n: int
     stages: int
     piece: int
     buffers: int
     group: int = 8
+    nap: int = 0
     spill: int = 0
 
 
-PLAIN = Config(64, 256, 4, 64, 2)
-GRADIENT = Config(64, 256, 4, 64, 1, spill=16)  # what the forward kept comes through the ring; results leave from there
-MANY = 1024  # rows of an expert, on average, from which on consumers without rows multiply too: see `Plan.SKIP`
+PLAIN = Config(2, 64, 256, 4, 64, 2)
+TALL = Config(3, 64, 256, 3, 64, 2)
+# what the forward kept comes through the ring; results leave from there
+GRADIENT = Config(2, 64, 256, 4, 64, 1, spill=16)
+WIDE = ("A", "B")  # descriptors that fetch 256 bytes
+BALANCED = True
+# rows of an expert, on average, from which on tiles are low, and consumers without rows multiply too: see `Plan.SKIP`
+MANY = 1024
 
 
 @dataclass(frozen=True)
@@ -68,20 +81,28 @@ class Plan:
     GRAD: bool
     COLS: bool
     SKIP: bool
+    CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
     PIECE: int
     BUFFERS: int
     GROUP: int
+    NAP: int
+
+    @property
+    def HALVES(self):
+        """Whether a consumer sums in two accumulators: with three of them ptxas knows no product as wide as a tile."""
+        return self.CONSUMERS == 3
 
     @property
     def PARTS(self):
-        return 2 if self.GATED else 1
+        """Boxes of B in a step."""
+        return 2 if self.GATED or self.HALVES else 1
 
     @property
     def OUT_N(self):
-        return self.BLOCK_N // self.PARTS
+        return self.BLOCK_N // 2 if self.GATED else self.BLOCK_N
 
     @property
     def MORE(self):
@@ -92,6 +113,11 @@ class Plan:
 @gluon.constexpr_function
 def _plan(*args):
     return Plan(*args)
+
+
+@gluon.constexpr_function
+def _sleep(ns):
+    return f"nanosleep.u32 {ns}; mov.u32 $0, 0;"
 
 
 @gluon.jit
@@ -136,7 +162,8 @@ def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, 
     PIECE: gl.constexpr = PLAN.PIECE
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     MORE: gl.constexpr = PLAN.MORE
-    BYTES: gl.constexpr = A.block_type.nbytes + PARTS * B.block_type.nbytes
+    CONSUMERS: gl.constexpr = PLAN.CONSUMERS
+    BYTES: gl.constexpr = PARTS * B.block_type.nbytes
     full, empty, told_full, told_empty = bars
     n_lines, n_tiles = _tiles(Lines, N, PLAN)
     n = 0
@@ -147,22 +174,22 @@ def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, 
         _tell(told, told_full, told_empty, turn, t)
         e, row, end, column, _ = _tile(t, Lines, n_lines, N, PLAN)
         both = row + BLOCK_M < end
+        busy = gl.minimum((end - row + BLOCK_M - 1) // BLOCK_M, CONSUMERS)  # consumers that have rows
         for k in range(k_tiles):
             wait_empty(empty, n, STAGES)
             i = slot(n, STAGES)
             bar = full.index(i)
-            if both:
-                mbarrier.expect(bar, BYTES + A.block_type.nbytes)
-            else:
-                mbarrier.expect(bar, BYTES)
-            tma.async_load(A, [row, k * 64], bar, a_s.index(2 * i))
-            tma.async_load(A, [row + BLOCK_M, k * 64], bar, a_s.index(2 * i + 1), both)
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.expect(bar, BYTES + (c + 1) * A.block_type.nbytes, busy == c + 1)
+            for c in gl.static_range(CONSUMERS):
+                tma.async_load(A, [row + c * BLOCK_M, k * 64], bar, a_s.index(CONSUMERS * i + c), c < busy)
             for part in gl.static_range(PARTS):
                 box = as_box(B, b_s.index(PARTS * i + part))
+                first = column + part * (N if PLAN.GATED else PLAN.BLOCK_N // 2)
                 if PLAN.COLS:
-                    tma.async_load(B, [e, k * 64, column], bar, box)
+                    tma.async_load(B, [e, k * 64, first], bar, box)
                 else:
-                    tma.async_load(B, [e, part * N + column, k * 64], bar, box)
+                    tma.async_load(B, [e, first, k * 64], bar, box)
             n += 1
         for p in gl.static_range(MORE):
             wait_empty(empty, n, STAGES)
@@ -272,12 +299,12 @@ def _gradients(acc, OutD, PreD, UpD, Out, Into, Order, Weights, Dots, a_s, kept_
 
 
 @gluon.jit
-def _epilogue(acc, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C: gl.constexpr, PLAN: gl.constexpr):
+def _epilogue(accs, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C: gl.constexpr, PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
     PIECES: gl.constexpr = PLAN.OUT_N // PIECE
     if PLAN.GATED:
-        gates, ups = split_columns(acc, 2)
+        gates, ups = accs if PLAN.HALVES else split_columns(accs[0], 2)
         gates = split_columns(gates, PIECES)
         ups = split_columns(ups, PIECES)
         for p in gl.static_range(PIECES):
@@ -288,9 +315,52 @@ def _epilogue(acc, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C: gl.co
             _emit(Out, OutD, activation(gates[p], ACT) * ups[p], row, end, c, N, N, c_s, C,
                   3 * p + 2 if PLAN.KEEP else p, PLAN)
     else:
-        parts = split_columns(acc, PIECES)
+        if PLAN.HALVES:
+            parts = split_columns(accs[0], PIECES // 2) + split_columns(accs[1], PIECES // 2)
+        else:
+            parts = split_columns(accs[0], PIECES)
         for p in gl.static_range(PIECES):
             _emit(Out, OutD, parts[p], row, end, column + p * PIECE, N, N, c_s, C, p, PLAN)
+
+
+@gluon.jit
+def _half(acc, a, b, FIRST: gl.constexpr, COLS: gl.constexpr):
+    if not COLS:
+        b = b.permute((1, 0))
+    if FIRST:
+        acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+    else:
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _halves(left, right, a_s, b_s, full, k, C: gl.constexpr, FIRST: gl.constexpr, PLAN: gl.constexpr):
+    """The halves of an accumulator and the products of use k, which are left under way; those before them are not."""
+    STAGES: gl.constexpr = PLAN.STAGES
+    CONSUMERS: gl.constexpr = PLAN.CONSUMERS
+    wait_full(full, k, STAGES)
+    s = slot(k, STAGES)
+    a = a_s.index(CONSUMERS * s + C)
+    left = _half(left, a, b_s.index(2 * s), FIRST, PLAN.COLS)
+    right = _half(right, a, b_s.index(2 * s + 1), FIRST, PLAN.COLS)
+    return warpgroup_mma_wait(2, deps=(left, right))
+
+
+@gluon.jit
+def _multiply(a_s, b_s, full, empty, n, k_tiles, C: gl.constexpr, PLAN: gl.constexpr):
+    """`multiply` of hopper_gemm.py, in two accumulators of half the columns."""
+    STAGES: gl.constexpr = PLAN.STAGES
+    ROWS: gl.constexpr = PLAN.BLOCK_M
+    HALF: gl.constexpr = PLAN.BLOCK_N // 2
+    zero = gl.zeros([ROWS, HALF], gl.float32, acc_layout(HALF))
+    left, right = _halves(zero, zero, a_s, b_s, full, n, C, True, PLAN)
+    for k in range(n + 1, n + k_tiles):
+        left, right = _halves(left, right, a_s, b_s, full, k, C, False, PLAN)
+        release(empty, k - 1, STAGES)
+    left, right = warpgroup_mma_wait(0, deps=(left, right))
+    release(empty, n + k_tiles - 1, STAGES)
+    return left, right
 
 
 @gluon.jit
@@ -305,6 +375,8 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
     n_lines, n_tiles = _tiles(Lines, N, PLAN)
     n = 0
     turn = 0
+    if PLAN.NAP > 0 and C > 0:
+        _asm(_sleep(C * PLAN.NAP))
     t = _hear(told, told_full, told_empty, turn)
     while t < n_tiles:
         _, row, end, column, number = _tile(t, Lines, n_lines, N, PLAN)
@@ -314,15 +386,19 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
         if (not PLAN.SKIP) | (row < end):
             if PLAN.GRAD:
                 _prefetch(Pre, row, end, column, N, PLAN)
-            acc = multiply(a_s, b_s, full, empty, passed, k_tiles, None, 1, C, 2, False, COLS, BLOCK_M, BLOCK_N, STAGES)
+            if PLAN.HALVES:
+                accs = _multiply(a_s, b_s, full, empty, passed, k_tiles, C, PLAN)
+            else:
+                accs = (multiply(a_s, b_s, full, empty, passed, k_tiles, None, 1, C, 2, False, COLS, BLOCK_M, BLOCK_N,
+                                 STAGES),)
             passed = n
             if row < end:
                 if PLAN.GRAD:
-                    _gradients(acc, OutD, PreD, UpD, Out, Into, Order, Weights, Dots, a_s, kept_s, full, empty, n, row,
-                               end, column, number, N, pairs, C, PLAN)
+                    _gradients(accs[0], OutD, PreD, UpD, Out, Into, Order, Weights, Dots, a_s, kept_s, full, empty, n,
+                               row, end, column, number, N, pairs, C, PLAN)
                     passed += MORE
                 else:
-                    _epilogue(acc, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C, PLAN)
+                    _epilogue(accs, OutD, PreD, UpD, Out, Pre, c_s, row, end, column, N, C, PLAN)
         n += MORE
         for k in range(passed, n):  # what it does not use: a wait for a later use, by parity, would take an older lap
             wait_full(full, k, STAGES)
@@ -335,58 +411,73 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
 @gluon.jit(do_not_specialize=["k_tiles", "pairs"])
 def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles,
             pairs, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
-            SKIP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-            PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr):
+            SKIP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+            STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, NAP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS, GROUP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS,
+                               GROUP, NAP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
-    a_s = gl.allocate_shared_memory(A.dtype, [2 * STAGES] + A.block_type.shape, A.layout)
+    a_s = gl.allocate_shared_memory(A.dtype, [CONSUMERS * STAGES] + A.block_type.shape, A.layout)
     b_parts = gl.allocate_shared_memory(B.dtype, [PARTS * STAGES, SHAPE[1], SHAPE[2]], FLAT)
-    b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], FLAT) if GATED else b_parts
+    b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], FLAT) if GATED and not PLAN.HALVES else b_parts
     if GRAD:  # pieces of the gate and of up, of both consumers, where a step of B lies
         kept_s = b_parts.reinterpret(B.dtype, [4 * STAGES, BLOCK_M, PIECE], OutD.layout)
         c_s = kept_s
     else:
         kept_s = a_s
-        c_s = gl.allocate_shared_memory(OutD.dtype, [2 * BUFFERS] + OutD.block_type.shape, OutD.layout)
+        c_s = gl.allocate_shared_memory(OutD.dtype, [CONSUMERS * BUFFERS] + OutD.block_type.shape, OutD.layout)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = (make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(2, 1), make_barriers(2, 2))
+    bars = (make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(2, 1),
+            make_barriers(2, CONSUMERS))
     fence_async_shared()
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
     N = N // 8 * 8  # as it is: the compiler learns that 16 bytes of a row lie together
-    gl.warp_specialize([
-        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told, bars,
-                     N, k_tiles, pairs, 0, PLAN)),
-        (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told, bars,
-                     N, k_tiles, pairs, 1, PLAN)),
-        (_producer, (A, B, GateD, RaisedD, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, k_tiles, PLAN)),
-    ], [4, 1], [240, 24])
+    if CONSUMERS == 3:
+        gl.warp_specialize([
+            (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
+                         bars, N, k_tiles, pairs, 0, PLAN)),
+            (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
+                         bars, N, k_tiles, pairs, 1, PLAN)),
+            (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
+                         bars, N, k_tiles, pairs, 2, PLAN)),
+            (_producer, (A, B, GateD, RaisedD, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, k_tiles, PLAN)),
+        ], [4, 4, 1], [160, 160, 24])
+    else:
+        gl.warp_specialize([
+            (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
+                         bars, N, k_tiles, pairs, 0, PLAN)),
+            (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
+                         bars, N, k_tiles, pairs, 1, PLAN)),
+            (_producer, (A, B, GateD, RaisedD, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, k_tiles, PLAN)),
+        ], [4, 1], [240, 24])
 
 
 class Lines(NamedTuple):
-    """Which rows make a tile, as `triton_rows.lines` tells; and (4, 4) int32 zeros: a counter in each row, for the
-    launches that use the table."""
+    """Which rows make a tile, as `triton_rows.lines` tells; (4, 4) int32 zeros: a counter in each row, for the launches
+    that use the table; and how many rows a whole tile has."""
 
     table: torch.Tensor
     taken: torch.Tensor
+    rows: int
 
 
-def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Launch:
+def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: int) -> Launch:
     a, b, out, *_, table, _ = tensors
     k_tiles = -(-a.shape[1] // BLOCK_K)
     device, columns, pairs = facts(a.device), out.shape[1], a.shape[0]
     gated = keep or (act != "" and not grad)
-    config = GRADIENT if grad else PLAIN
+    config = GRADIENT if grad else pick(rows)
     out_n = config.block_n // (2 if gated else 1)
+    box, below = config.block_n // 2 if config.consumers == 3 else out_n, -(-pairs // (rows * b.shape[0]))
     meta = dict(
         ACT=act,
         GATED=gated,
@@ -394,19 +485,21 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
         GRAD=grad,
         COLS=cols,
         SKIP=pairs < MANY * b.shape[0],
+        CONSUMERS=config.consumers,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=config.piece,
         BUFFERS=config.buffers,
-        GROUP=config.group,
+        GROUP=min(config.group, below) if config.consumers == 3 else config.group,
+        NAP=config.nap,
         num_warps=4,
         launch_pdl=True,
     )
     result = (config.block_m, config.piece)
     blocks = {
         "A": (config.block_m, BLOCK_K),
-        "B": (BLOCK_K, out_n) if cols else (out_n, BLOCK_K),
+        "B": (BLOCK_K, box) if cols else (box, BLOCK_K),
         "OutD": result,
         "PreD": result,
         "UpD": result,
@@ -414,7 +507,10 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool) -> Lau
         "RaisedD": result,
     }
     programs = min((table.shape[0] - 1) * -(-columns // out_n), device.sms)
-    return Launch(_kernel, programs, (columns, k_tiles, pairs), meta, config.spill, blocks)
+    if BALANCED and config.consumers == 3:  # none is left with a tile more than nearly all others
+        tiles = min(b.shape[0], pairs) * below * -(-columns // out_n)
+        programs = -(-tiles // -(-tiles // programs))
+    return Launch(_kernel, programs, (columns, k_tiles, pairs), meta, config.spill, blocks, wide=WIDE)
 
 
 def product(
@@ -430,12 +526,22 @@ def product(
     n, grad = out.shape[1], into is not None
     halves = tuple(None if t is None else t[:, i : i + n] for t in (into if grad else pre, pre) for i in (0, n))
     tensors = (a, matrices, out, *halves, out, pre, into, order, weights, dots, lines.table, lines.taken[which])
-    remembered(_launch, tensors, act, pre is not None and not grad, grad, cols)(*tensors)
+    remembered(_launch, tensors, act, pre is not None and not grad, grad, cols, lines.rows)(*tensors)
 
 
-def lines_of(offsets: torch.Tensor, pairs: int) -> Lines:
-    """The tiles' rows for the products of one forward or backward."""
-    return Lines(*lines(offsets, pairs, 2 * PLAIN.block_m))
+def pick(rows: int) -> Config:
+    """How products with tiles of that many rows are tiled, but for gradients of the gate."""
+    return TALL if rows == TALL.consumers * TALL.block_m else PLAIN
+
+
+def rows_of(pairs: int, experts: int) -> int:
+    """Rows of a tile of a forward's products."""
+    return 192 if pairs < MANY * experts else 128
+
+
+def lines_of(offsets: torch.Tensor, pairs: int, rows: int = 128) -> Lines:
+    """The tiles' rows for the products of one forward or backward. rows: of a tile, 128 or 192."""
+    return Lines(*lines(offsets, pairs, rows), rows)
 
 
 def column_tiles(columns: int) -> int:

@@ -37,8 +37,19 @@ def hopper(p: Problem) -> str | None:
     """The Gluon kernels where they were faster than Triton's (docs/moe.md)."""
     if (why := hopper_any(p)) is not None:
         return why
-    if p.tokens * p.top_k < 200 * p.experts:
-        return "is not worth it for fewer than 200 rows of an expert on average: reading its weights takes longest"
+    if p.tokens * p.top_k < 100 * p.experts:
+        return "has not been measured with fewer than 100 rows of an expert on average"
+    return None
+
+
+def hopper_one(p: Problem) -> str | None:
+    """The Gluon kernels for up to 4 tokens: narrow experts, rows of which fit in shared memory."""
+    if (why := hopper_any(p)) is not None:
+        return why
+    if p.tokens > 4 or p.tokens * p.top_k > 32:
+        return "takes up to 4 tokens and 32 pairs"
+    if p.top_k * -(-p.intermediate // 256) * 256 > 6656:
+        return "holds top_k rows of w_down of up to 6656 elements together"
     return None
 
 

@@ -1,0 +1,104 @@
+"""moe's Hopper kernels: what can be worked out on the host, for an invented H100."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adatom.compile import DEVICES
+from adatom.device import pretend
+from adatom.ops.moe import limits
+from adatom.ops.moe.problem import Inputs, Options, problem
+from adatom.registry import choose, load
+from adatom.tiles.launch import observed
+
+pytest.importorskip("triton.experimental.gluon")
+
+from adatom.ops.moe import hopper_products, hopper_wide  # noqa: E402
+
+H100 = DEVICES[90]
+
+
+def inputs(tokens: int, hidden: int = 2048, wide: int = 768, experts: int = 128, top_k: int = 8) -> Inputs:
+    """Tensors without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return Inputs(
+        empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32), empty(tokens, top_k, dtype=torch.int64),
+        empty(experts, 2 * wide, hidden), empty(experts, hidden, wide),
+    )  # fmt: skip
+
+
+def launched(x: Inputs, keep: bool = False) -> list[tuple[str, dict]]:
+    """Names and constexprs of the kernels of the forward that a call gets."""
+    seen = []
+    with pretend(H100), observed(lambda kernel, args, meta, spill: seen.append((kernel.fn.__name__, meta))):
+        row = choose("moe_fwd", problem(x, Options("silu")))
+        load(row.target)(x, Options("silu"), keep)
+    return [(row.backend, {})] + seen
+
+
+def test_who_serves_few_tokens():
+    assert [name for name, _ in launched(inputs(1))] == ["hopper_one", "_gate_kernel", "_down_kernel"]
+    assert launched(inputs(1), keep=True)[2][0] == "_product_kernel"  # something is kept: the other kernels do it
+    assert [launched(inputs(n))[0][0] for n in (2, 3, 4, 5)] == ["hopper_one"] * 3 + ["triton"]
+    for other in (inputs(1, wide=2048), inputs(1, hidden=12)):
+        assert launched(other)[0][0] == "triton"
+    with pretend(DEVICES[100]):
+        assert limits.hopper_one(problem(inputs(1), Options("silu"))) is not None
+
+
+@pytest.mark.parametrize("wide, top_k", [(768, 8), (8, 26), (6656, 1), (2048, 3)])
+def test_two_programs_of_the_second_kernel_share_a_multiprocessor(wide, top_k):
+    backend, *kernels = launched(inputs(1, wide=wide, top_k=top_k))
+    assert backend[0] == "hopper_one"
+    down = kernels[1][1]
+    held = 2 * down["TOP_K"] * down["CHUNKS"] * down["ROWS"] * down["NARROW"]
+    assert 2 * (held + 1024) <= H100.shared_memory and down["CHUNKS"] * down["NARROW"] >= wide
+
+
+def test_tiles_of_products():
+    """Boxes, ring and pieces of a tile fit in shared memory; three consumers share its rows and sum in two halves."""
+    for tokens in (4096, 8192, 65536):
+        kernels = [meta for _, meta in launched(inputs(tokens)) if "CONSUMERS" in meta]
+        assert len(kernels) == 2
+        for meta in kernels:
+            plan = hopper_products.Plan(*(meta[name] for name in hopper_products.Plan.__dataclass_fields__))
+            rows = plan.CONSUMERS * plan.BLOCK_M
+            assert rows == hopper_products.rows_of(8 * tokens, 128) and plan.HALVES == (rows == 192)
+            step = 2 * 64 * (rows + plan.BLOCK_N)
+            pieces = 2 * plan.CONSUMERS * plan.BUFFERS * plan.BLOCK_M * plan.PIECE
+            assert plan.STAGES * step + pieces + 1024 <= H100.shared_memory
+
+
+def test_descriptors_are_widened_where_it_was_asked_for(monkeypatch):
+    widened = []
+    monkeypatch.setattr(hopper_wide, "widen", widened.append)
+    boxes = hopper_wide._Widened(frozenset({1, 3}))
+    for place in range(5):
+        boxes[place, 4096] = [place, "shape"]
+    assert widened == [1, 3] and boxes[2, 4096] == [2, "shape"]
+
+
+def test_only_tensor_maps_are_widened(monkeypatch):
+    monkeypatch.setattr(hopper_wide, "difference", lambda: (3, 0x20, 0x30))
+    assert not hopper_wide.widen(object())
+
+
+def test_one_bit_is_changed(monkeypatch):
+    """A tensor map that lies behind an object's head, at the next multiple of 128 bytes."""
+    import ctypes
+
+    class PyCUtensorMap:
+        pass
+
+    memory = ctypes.create_string_buffer(512)
+    start = -(-ctypes.addressof(memory) // 128) * 128
+    monkeypatch.setattr(hopper_wide, "difference", lambda: (3, 0x20, 0x30))
+    monkeypatch.setattr(hopper_wide, "id", lambda box: start, raising=False)
+    byte = ctypes.c_uint8.from_address(start + 128 + 3)
+    byte.value = 0x6D
+    assert hopper_wide.widen(PyCUtensorMap()) and byte.value == 0x7D
+    assert not hopper_wide.widen(PyCUtensorMap()) and byte.value == 0x7D  # it fetches 256 bytes already
