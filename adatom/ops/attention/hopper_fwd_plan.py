@@ -41,6 +41,17 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
     (256, "packed"): {0: _WIDE._replace(persistent=False)},
 }
 
+# the same for the kernel without maxima
+FAST: dict[tuple[int, str], dict[int, Config]] = {
+    (64, "full"): {0: _PAIR._replace(stages=4), 1024: _THREE},
+    (64, "causal"): {0: _PAIR._replace(stages=4), 4096: _THREE, 8192: _THREE._replace(persistent=False)},
+    (128, "full"): {0: _PAIR, 8192: _PAIR._replace(persistent=False)},
+    (128, "causal"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
+    (64, "packed"): {0: _PAIR._replace(stages=4), 3000: _THREE},
+    (128, "packed"): {0: _PAIR._replace(persistent=False)},
+}
+FAST_KEYS = {"batch": 1024, "packed": 256}  # keys (of packed sequences, on average) from which it serves
+
 
 def in_place(dims: tuple[int, int]) -> bool:
     """Whether out takes the place of the queries: there is no room for both."""
@@ -61,10 +72,18 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
     return 0, 0
 
 
-def pick(call: Call, dims: tuple[int, int]) -> Config:
+def without_maxima(call: Call, dims: tuple[int, int]) -> bool:
+    """Whether the kernel without maxima serves a call: where it was measured as faster, see docs/hopper.md."""
+    bias, length = call.x.bias, call.len_k // max(call.batch, 1) if call.varlen else call.len_k
+    if bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.x.q.dtype != torch.bfloat16:
+        return False
+    return dims in ((64, 64), (128, 128)) and length >= FAST_KEYS["packed" if call.varlen else "batch"]
+
+
+def pick(call: Call, dims: tuple[int, int], fast: bool = False) -> Config:
     """The configuration for a call."""
     kind = "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
-    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
+    table = (FAST if fast else CONFIGS)[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
     length = call.len_q // max(call.batch, 1) if call.varlen else call.len_q
     return table[max(n for n in table if n <= length)]
 
