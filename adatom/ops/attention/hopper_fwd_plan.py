@@ -41,14 +41,16 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
     (256, "packed"): {0: _WIDE._replace(persistent=False)},
 }
 
-# the same for the kernel without maxima
+# the same for the kernel without maxima; what spills is what it computes a tile again with
+_FAST = _PAIR._replace(spill=96)
+_FAST_64, _FAST_THREE = _FAST._replace(stages=4), _THREE._replace(spill=400)
 FAST: dict[tuple[int, str], dict[int, Config]] = {
-    (64, "full"): {0: _PAIR._replace(stages=4), 1024: _THREE},
-    (64, "causal"): {0: _PAIR._replace(stages=4), 4096: _THREE, 8192: _THREE._replace(persistent=False)},
-    (128, "full"): {0: _PAIR, 8192: _PAIR._replace(persistent=False)},
-    (128, "causal"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
-    (64, "packed"): {0: _PAIR._replace(stages=4), 3000: _THREE},
-    (128, "packed"): {0: _PAIR._replace(persistent=False)},
+    (64, "full"): {0: _FAST_64, 1024: _FAST_THREE},
+    (64, "causal"): {0: _FAST_64, 4096: _FAST_THREE, 8192: _FAST_THREE._replace(persistent=False)},
+    (128, "full"): {0: _FAST, 8192: _FAST._replace(persistent=False)},
+    (128, "causal"): {0: _FAST, 16384: _FAST._replace(persistent=False)},
+    (64, "packed"): {0: _FAST_64, 3000: _FAST_THREE},
+    (128, "packed"): {0: _FAST._replace(persistent=False)},
 }
 FAST_KEYS = {"batch": 1024, "packed": 256}  # keys (of packed sequences, on average) from which it serves
 
