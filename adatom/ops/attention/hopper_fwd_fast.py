@@ -83,8 +83,8 @@ def _scores(s, n, first, n0, bounds, rings, PENDING: gl.constexpr, MASK: gl.cons
     if MASK:
         i = gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
         j = gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, PLAN.BLOCK_M)
-        cut = (n0 < begin) | (n0 + PLAN.BLOCK_N > end)
+        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, PLAN.BLOCK_M)
+        cut = n0 + PLAN.BLOCK_N > end
         s = masked_scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, 1.0, 0.0, PLAN)
     return s
 
@@ -132,7 +132,7 @@ def _again(q, tile, X, Sinks, h, first, bounds, scale, DIM: gl.constexpr, PLAN: 
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     i = first + gl.arange(0, BLOCK_M, S_ROWS)
     j = gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
-    begin, end = keys_seen(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, KEYS)
+    begin, end = keys_seen(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, BLOCK_M, KEYS)
     m, l = nothing_seen(Sinks, h, S_ROWS, PLAN)
     acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, O_LAYOUT)
     for n0 in range(begin, end, KEYS):
@@ -200,11 +200,11 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             s, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-            s = _scores(s, n, first, n0, bounds, rings, 1, PLAN.LEFT and not PLAN.RIGHT, PLAN, S_LAYOUT)
+            s = _scores(s, n, first, n0, bounds, rings, 1, False, PLAN, S_LAYOUT)
             alpha = m
             if PLAN.RIGHT:  # the right edge may cut more blocks, in which rows may see the first of their keys
-                begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, True, BLOCK_M)
-                cut = (n0 < begin) | (n0 + BLOCK_N > end)
+                begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, True, BLOCK_M)
+                cut = n0 + BLOCK_N > end
                 if cut:
                     s, m, reference, alpha, l = _cut(s, m, l, first, n0, bounds, unit, PLAN, S_LAYOUT)
             pf = _exponentials(s, reference, unit)
@@ -254,11 +254,11 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
 def _fast_kernel(Q, K, V, Sinks, Lens, Order, Out, KPtr, VPtr, OutPtr, Lse, stride_oh, stride_om,
                  stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm,
                  heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
-                 LEFT: gl.constexpr, RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr,
-                 VARLEN: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, EARLY: gl.constexpr,
-                 CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
-                 STAGES: gl.constexpr, REGISTERS: gl.constexpr):
-    PLAN: gl.constexpr = make_plan(0, False, True, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
+                 RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
+                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr,
+                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+                 REGISTERS: gl.constexpr):
+    PLAN: gl.constexpr = make_plan(0, False, True, False, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
                                    BLOCK_M, BLOCK_N, Q_STAGES, STAGES, 1, False)
     rings = make_rings(Q, K, V, K, Out, PLAN)
     let_next(EARLY)

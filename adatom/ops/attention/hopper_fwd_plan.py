@@ -77,7 +77,9 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
 def without_maxima(call: Call, dims: tuple[int, int]) -> bool:
     """Whether the kernel without maxima serves a call: where it was measured as faster, see docs/hopper.md."""
     bias, length = call.x.bias, call.len_k // max(call.batch, 1) if call.varlen else call.len_k
-    if bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.x.q.dtype != torch.bfloat16:
+    if bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.left >= 0:
+        return False
+    if call.x.q.dtype != torch.bfloat16:
         return False
     return dims in ((64, 64), (128, 128)) and length >= FAST_KEYS["packed" if call.varlen else "batch"]
 
