@@ -16,7 +16,6 @@ from adatom.ops.attention.hopper_fwd_plan import balance, in_place, pick, stages
 from adatom.ops.attention.hopper_fwd_tiles import (
     FULL,
     KEY,
-    NONE,
     QUERY,
     TURN,
     blocks_of,
@@ -195,7 +194,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, 
                 BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr,
                 REGISTERS: gl.constexpr, IN_PLACE: gl.constexpr):
     PLAN: gl.constexpr = make_plan(BIAS, SOFTCAP, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
-                               BLOCK_M, BLOCK_N, Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
+                                   BLOCK_M, BLOCK_N, Q_STAGES, STAGES, BIAS_STAGES, IN_PLACE)
     rings = make_rings(Q, K, V, Bias, Out, PLAN)
     let_next(EARLY)
     wait_for_previous(EARLY)

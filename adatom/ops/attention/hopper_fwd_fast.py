@@ -1,10 +1,10 @@
 """Attention forward on Hopper without maxima (Gluon), for bfloat16, whose exponents reach as far as float32's.
 
-The schedule is that of `hopper_fwd`. But the softmax of a row is taken relative to one reference, the row's maximum over
-the first keys that it sees: no maxima, no rescaling of what was summed, no exchange between lanes for the blocks of keys
-after. P, its sums and out / P's scale only grow by 2^(score - reference), of which float32 and bfloat16 hold 2^127. At
-the end of a tile the sums tell whether that was so; a consumer whose tile has a row that it was not for computes the
-tile again, with maxima, from memory.
+The schedule is that of `hopper_fwd`. But the softmax of a row is taken relative to one reference, the row's maximum
+over the first keys that it sees: in the blocks of keys after, no maxima, no rescaling of what was summed, no exchange
+between lanes. P and all sums then grow by 2^(score - reference), of which both dtypes hold 2^127. At the end of a tile
+the sums tell whether that was enough; a consumer in whose tile it was not, for some row, computes it again, with
+maxima, from memory.
 """
 
 from adatom.ops.attention.hopper_fwd_tiles import (

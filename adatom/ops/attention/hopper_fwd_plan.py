@@ -45,11 +45,11 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
 _FAST = _PAIR._replace(spill=96)
 _FAST_64, _FAST_THREE = _FAST._replace(stages=4), _THREE._replace(spill=400)
 FAST: dict[tuple[int, str], dict[int, Config]] = {
-    (64, "full"): {0: _FAST_64, 1024: _FAST_THREE},
-    (64, "causal"): {0: _FAST_64, 4096: _FAST_THREE, 8192: _FAST_THREE._replace(persistent=False)},
-    (128, "full"): {0: _FAST, 8192: _FAST._replace(persistent=False)},
-    (128, "causal"): {0: _FAST, 16384: _FAST._replace(persistent=False)},
-    (64, "packed"): {0: _FAST_64, 3000: _FAST_THREE},
+    (64, "full"): {0: _FAST_64, 2048: _FAST_THREE},
+    (64, "causal"): {0: _FAST_64},
+    (128, "full"): {0: _FAST},
+    (128, "causal"): {0: _FAST},
+    (64, "packed"): {0: _FAST_64},
     (128, "packed"): {0: _FAST._replace(persistent=False)},
 }
 FAST_KEYS = {"batch": 1024, "packed": 256}  # keys (of packed sequences, on average) from which it serves
@@ -111,8 +111,8 @@ def imbalance(group: int, call: Call, config: Config) -> float:
 def balance(config: Config, call: Call) -> tuple[Config, int]:
     """(config, how many heads go together). At most as many as fit in L2.
 
-    Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
-    of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
+    Persistent programs go through a head at a time; under a causal mask, through as many as balance them best. Where
+    nothing balances them, programs are not persistent.
     """
     most = call.counts()[4]
     if call.varlen:  # the table of tiles says what comes when
@@ -120,11 +120,7 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
     if not config.persistent or call.right < 0:
         return config, most if not config.persistent else 1
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
-    tried = []
-    for n in (1.5, 1, 2, 3):
-        group = max(1, min(most, int(n * waves)))
-        tried.append((imbalance(group, call, config), group))
-        if tried[-1][0] <= 1.03:
-            break
+    groups = {max(1, min(most, int(n * waves))) for n in (1.5, 1, 2, 3)} | {most}
+    tried = [(imbalance(group, call, config), group) for group in sorted(groups)]
     worst, group = min(tried)
     return (config, group) if worst <= 1.1 else (config._replace(persistent=False), most)

@@ -25,7 +25,6 @@ from adatom.tiles.hopper import (
     tanh,
     tile_number,
     tiles_of_program,
-    tma,
     wait_empty,
     wait_full,
     warpgroup_mma,
