@@ -264,6 +264,9 @@ GPU: tuple[Case, ...] = (
     ),
     Case("filled everything", *(4, 8, 2, 333, 432, 80, 48, BF16), **_MOST),
     Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
+    # scores that rise, from one block of keys to the next, by more than exponents hold
+    Case("rising scores", 1, 4, 2, 2100, 2100, 64, 64, BF16, magnitude=30.0),
+    Case("rising scores causal", 2, 4, 2, 1500, 1400, 128, 128, BF16, magnitude=30.0, causal=True, kv_lens=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
