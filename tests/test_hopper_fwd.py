@@ -87,6 +87,8 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
     language.full = lambda shape, value, dtype, layout: register(torch.full(shape, value))
     language.DotOperandLayout = language.BlockedLayout = lambda *a: None
     language.convert_layout = lambda x, layout, assert_trivial=False: x
+    language.split, language.join = (lambda x: x.unbind(-1)), (lambda a, b: torch.stack((a, b), -1))
+    language.zeros_like, language.inline_asm_elementwise = torch.zeros_like, lambda *a, **more: None
     language.log2, language.barrier = torch.log2, lambda: None
     language.program_id, language.num_programs = lambda axis: torch.tensor(pid), lambda axis: PROGRAMS
     language.load = lambda at, mask=True, other=0.0: at.load(mask, other)
@@ -94,7 +96,7 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
     names = {k: v for k, v in names.items() if not isinstance(v, FunctionType) or v.__module__ == __name__}
     names |= {
         "gl": language, "LOG2E": 1 / math.log(2), "LN2": math.log(2), "BLOCK": 64, "TURN": 8, "FULL": 3, "NONE": 0,
-        "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
+        "_NOT_NEGATIVE": "", "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
         "fence_async_shared": lambda: None, "mbarrier": machine.python()["mbarrier"], "tma": machine.python()["tma"],
         "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
         "named_sync": lambda number, threads: turns.come(number, threads, True),
