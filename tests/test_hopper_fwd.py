@@ -96,7 +96,7 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
     names = {k: v for k, v in names.items() if not isinstance(v, FunctionType) or v.__module__ == __name__}
     names |= {
         "gl": language, "LOG2E": 1 / math.log(2), "LN2": math.log(2), "BLOCK": 64, "TURN": 8, "FULL": 3, "NONE": 0,
-        "_NOT_NEGATIVE": "", "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
+        "_IF_NEGATIVE": "", "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
         "fence_async_shared": lambda: None, "mbarrier": machine.python()["mbarrier"], "tma": machine.python()["tma"],
         "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
         "named_sync": lambda number, threads: turns.come(number, threads, True),

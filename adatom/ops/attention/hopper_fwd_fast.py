@@ -54,15 +54,14 @@ SAFE = gl.constexpr(2.0**20)  # as much as a million keys of ordinary softmax: n
 HIGH = gl.constexpr(2.0**64)
 
 
-# Of sums, which are never negative. ptxas moves waits for products above exponentials, but not above this.
-_NOT_NEGATIVE = gl.constexpr("""{
+# Of sums, which are never negative. ptxas moves exponentials below waits for products, but not below what may sleep.
+_IF_NEGATIVE = gl.constexpr("""{
 .reg .pred never; .reg .f32 a, b;
 add.f32 a, $4, $5;
 add.f32 b, $6, $7;
 add.f32 a, a, b;
-again:
 setp.eq.f32 never, a, 0fBF800000;
-@never bra.uni again;
+@never nanosleep.u32 1;
 mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 }""")
 
@@ -70,7 +69,7 @@ mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 @gluon.jit
 def _pin(l):
     """What is computed of the sums l is so before what comes next."""
-    gl.inline_asm_elementwise(_NOT_NEGATIVE, "=r,=r,=r,=r,f,f,f,f", [l], dtype=gl.int32, is_pure=False, pack=4)
+    gl.inline_asm_elementwise(_IF_NEGATIVE, "=r,=r,=r,=r,f,f,f,f", [l], dtype=gl.int32, is_pure=False, pack=4)
 
 
 @gluon.jit

@@ -111,8 +111,9 @@ def imbalance(group: int, call: Call, config: Config) -> float:
 def balance(config: Config, call: Call) -> tuple[Config, int]:
     """(config, how many heads go together). At most as many as fit in L2.
 
-    Persistent programs go through a head at a time; under a causal mask, through as many as balance them best. Where
-    nothing balances them, programs are not persistent.
+    Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
+    of tiles, so that memory is read evenly; of long ones, as many as balance them best. Where nothing balances them,
+    programs are not persistent.
     """
     most = call.counts()[4]
     if call.varlen:  # the table of tiles says what comes when
@@ -120,7 +121,11 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
     if not config.persistent or call.right < 0:
         return config, most if not config.persistent else 1
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
-    groups = {max(1, min(most, int(n * waves))) for n in (1.5, 1, 2, 3)} | {most}
-    tried = [(imbalance(group, call, config), group) for group in sorted(groups)]
+    long = call.len_q >= 2048 and call.left < 0
+    tried = []
+    for group in (*(max(1, min(most, int(n * waves))) for n in (1.5, 1, 2, 3)), *([most] if long else [])):
+        tried.append((imbalance(group, call, config), group))
+        if tried[-1][0] <= 1.03 and not long:
+            break
     worst, group = min(tried)
     return (config, group) if worst <= 1.1 else (config._replace(persistent=False), most)
