@@ -229,8 +229,9 @@ class Launches(NamedTuple):
 def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     call = Call(x, o)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
-    fast = without_maxima(call, dims)
-    config, group = balance(pick(call, dims, fast), call)
+    without = without_maxima(call, dims)
+    fast = without is not None
+    config, group = balance(without or pick(call, dims), call)
     q_stages, bias_stages = stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)

@@ -54,24 +54,6 @@ SAFE = gl.constexpr(2.0**20)  # as much as a million keys of ordinary softmax: n
 HIGH = gl.constexpr(2.0**64)
 
 
-# Of sums, which are never negative. ptxas moves exponentials below waits for products, but not below what may sleep.
-_IF_NEGATIVE = gl.constexpr("""{
-.reg .pred never; .reg .f32 a, b;
-add.f32 a, $4, $5;
-add.f32 b, $6, $7;
-add.f32 a, a, b;
-setp.eq.f32 never, a, 0fBF800000;
-@never nanosleep.u32 1;
-mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
-}""")
-
-
-@gluon.jit
-def _pin(l):
-    """What is computed of the sums l is so before what comes next."""
-    gl.inline_asm_elementwise(_IF_NEGATIVE, "=r,=r,=r,=r,f,f,f,f", [l], dtype=gl.int32, is_pure=False, pack=4)
-
-
 @gluon.jit
 def _in_lanes(p):
     """Sums over the columns of p that a lane holds: [rows, 8], to be summed over columns."""
@@ -91,42 +73,20 @@ def _finite(m):
 
 
 @gluon.jit
-def _first(s, first, n0, bounds, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """(p, reference, m, l) of the first block of keys, which begins with n0, from its scores.
-
-    The reference is the maximum of the first half, of which rows see something if they see anything of the block. Of the
-    second half, a consumer may see nothing.
-    """
+def _scores(s, n, first, n0, bounds, rings, PENDING: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr,
+            LAYOUT: gl.constexpr):
+    """Wait for the scores of block n, whose first key is n0, and mask them. PENDING: products left under way."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     len_q, len_k, left, right = bounds
-    M: gl.constexpr = PLAN.BLOCK_M
-    HALF: gl.constexpr = PLAN.BLOCK_N // 2
-    HALF_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    ROWS: gl.constexpr = gl.SliceLayout(1, HALF_LAYOUT)
-    begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, M)
-    i = first + gl.arange(0, M, ROWS)
-    j = n0 + gl.arange(0, HALF, gl.SliceLayout(0, HALF_LAYOUT))
-    low, high = gl.split(s.reshape([M, 2, HALF]).permute((0, 2, 1)))
-    low = gl.convert_layout(low, HALF_LAYOUT, assert_trivial=True)
-    high = gl.convert_layout(high, HALF_LAYOUT, assert_trivial=True)
-    low = masked_scores(low, 0.0, i, j, n0 + HALF > end, len_q, len_k, left, right, 1.0, 0.0, PLAN)
-    m = gl.max(low, 1) * unit
-    reference = _finite(m)
-    low = _exponentials(low, reference, unit)
-    if PLAN.MASK:
-        sees = len_k
-        if PLAN.RIGHT:
-            sees = gl.minimum(len_k, first + M + len_k - len_q + right)
-        if n0 + HALF < sees:
-            high = masked_scores(high, 0.0, i, j + HALF, n0 + 2 * HALF > end, len_q, len_k, left, right, 1.0, 0.0, PLAN)
-            high = _exponentials(high, reference, unit)
-        else:
-            high = gl.zeros_like(high)
-    else:
-        high = _exponentials(high, reference, unit)
-    p = gl.join(low, high).permute((0, 2, 1)).reshape([M, 2 * HALF])
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
-    return p, gl.convert_layout(reference, S_ROWS), gl.convert_layout(m, S_ROWS), _in_lanes(p)
+    s = warpgroup_mma_wait(PENDING, deps=(s,))
+    release(k_empty, n, PLAN.STAGES)
+    if MASK:
+        i = gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
+        j = gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, PLAN.BLOCK_M)
+        cut = n0 + PLAN.BLOCK_N > end
+        s = masked_scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, 1.0, 0.0, PLAN)
+    return s
 
 
 @gluon.jit
@@ -227,9 +187,11 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
         first = m0 + C * BLOCK_M
         n0 = begin + (blocks - 1) * BLOCK_N
         acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, O_LAYOUT)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        release(k_empty, n, STAGES)
-        p, reference, m, l = _first(s, first, n0, bounds, unit, PLAN, S_LAYOUT)
+        s = _scores(s, n, first, n0, bounds, rings, 0, PLAN.MASK, PLAN, S_LAYOUT)
+        m = gl.max(s, 1) * unit
+        reference = _finite(m)
+        p = _exponentials(s, reference, unit)
+        l = _in_lanes(p)
         p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
         if PLAN.LENS or PLAN.VARLEN:
             clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
@@ -238,8 +200,7 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
         for _ in range(blocks - 1):
             n0 -= BLOCK_N
             s, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            release(k_empty, n, STAGES)
+            s = _scores(s, n, first, n0, bounds, rings, 1, False, PLAN, S_LAYOUT)
             alpha = m
             if PLAN.RIGHT:  # the right edge may cut more blocks, in which rows may see the first of their keys
                 begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, True, BLOCK_M)
@@ -248,7 +209,6 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
                     s, m, reference, alpha, l = _cut(s, m, l, first, n0, bounds, unit, PLAN, S_LAYOUT)
             pf = _exponentials(s, reference, unit)
             l += _in_lanes(pf)
-            _pin(l)
             acc, p = settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
             if PLAN.RIGHT:
                 if cut:

@@ -41,18 +41,17 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
     (256, "packed"): {0: _WIDE._replace(persistent=False)},
 }
 
-# the same for the kernel without maxima; what spills is what it computes a tile again with
+# the same for the kernel without maxima, by keys; None: that with maxima. What spills is what computes a tile again
 _FAST = _PAIR._replace(spill=96)
 _FAST_64, _FAST_THREE = _FAST._replace(stages=4), _THREE._replace(spill=400)
-FAST: dict[tuple[int, str], dict[int, Config]] = {
-    (64, "full"): {0: _FAST_64, 2048: _FAST_THREE},
-    (64, "causal"): {0: _FAST_64},
-    (128, "full"): {0: _FAST},
-    (128, "causal"): {0: _FAST},
-    (64, "packed"): {0: _FAST_64},
-    (128, "packed"): {0: _FAST._replace(persistent=False)},
+FAST: dict[tuple[int, str], dict[int, Config | None]] = {
+    (64, "full"): {0: None, 1024: _FAST_64, 2048: None, 4096: _FAST_THREE},
+    (64, "causal"): {0: None, 1024: _FAST_64},
+    (64, "packed"): {0: None, 1024: _FAST_64},
+    (128, "full"): {0: None, 1024: _FAST},
+    (128, "causal"): {0: None, 2048: _FAST},
+    (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
 }
-FAST_KEYS = {"batch": 1024, "packed": 256}  # keys (of packed sequences, on average) from which it serves
 
 
 def in_place(dims: tuple[int, int]) -> bool:
@@ -74,21 +73,25 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
     return 0, 0
 
 
-def without_maxima(call: Call, dims: tuple[int, int]) -> bool:
-    """Whether the kernel without maxima serves a call: where it was measured as faster, see docs/hopper.md."""
-    bias, length = call.x.bias, call.len_k // max(call.batch, 1) if call.varlen else call.len_k
-    if bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.left >= 0:
-        return False
-    if call.x.q.dtype != torch.bfloat16:
-        return False
-    return dims in ((64, 64), (128, 128)) and length >= FAST_KEYS["packed" if call.varlen else "batch"]
+def _kind(call: Call) -> str:
+    return "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
 
 
-def pick(call: Call, dims: tuple[int, int], fast: bool = False) -> Config:
+def pick(call: Call, dims: tuple[int, int]) -> Config:
     """The configuration for a call."""
-    kind = "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
-    table = (FAST if fast else CONFIGS)[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
+    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), _kind(call)]
     length = call.len_q // max(call.batch, 1) if call.varlen else call.len_q
+    return table[max(n for n in table if n <= length)]
+
+
+def without_maxima(call: Call, dims: tuple[int, int]) -> Config | None:
+    """The configuration of the kernel without maxima, where that serves and was measured as faster (docs/hopper.md)."""
+    if call.x.bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.left >= 0:
+        return None
+    if call.x.q.dtype != torch.bfloat16 or dims not in ((64, 64), (128, 128)):
+        return None
+    table = FAST[dims[0], _kind(call)]
+    length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
     return table[max(n for n in table if n <= length)]
 
 
