@@ -120,8 +120,8 @@ _FILLED: tuple[tuple[str, int, tuple[int, int], int, torch.dtype, dict[str, Any]
     ("rows with nothing", 2, (421, 133), 64, BF16, {"causal": True}),
     ("one key", 2, (333, 1), 64, F16, {}),
     ("bshd", 2, (333, 333), 64, F16, {"layout": "bshd", "causal": True}),
-    ("three consumers", 2, (1100, 1300), 64, BF16, {"sinks": True}),
-    ("three consumers, kv_lens", 2, (1100, 1300), 64, BF16, {"kv_lens": True}),
+    ("three consumers", 2, (1100, 1300), 64, F16, {"sinks": True}),
+    ("three consumers, kv_lens", 2, (1100, 1300), 64, F16, {"kv_lens": True}),
     ("kv_lens", 2, (333, 421), 128, BF16, {"kv_lens": True, "causal": True}),
     ("kv_lens 256", 2, (333, 421), 256, F16, {"kv_lens": True, "window": (150, 20)}),
     *(
@@ -284,7 +284,13 @@ GPU: tuple[Case, ...] = (
         for name, kv_heads, lengths, d, dtype, options in _FILLED
     ),
     Case("filled everything", *(4, 8, 2, 333, 432, 80, 48, BF16), **_MOST),
-    Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, BF16, causal=True),
+    Case("three consumers, causal", 1, 4, 4, 4200, 4200, 64, 64, F16, causal=True),
+    # so long that Hopper's forward goes without maxima; and scores that rise by more than exponents hold
+    Case("rising scores", 1, 4, 2, 2100, 4100, 64, 64, BF16, magnitude=30.0),
+    Case("rising scores 128", 2, 4, 2, 1100, 1300, 128, 128, BF16, magnitude=30.0, sinks=True),
+    Case("rising scores causal", 2, 4, 2, 2100, 2200, 128, 128, BF16, magnitude=30.0, causal=True, kv_lens=True),
+    Case("packed long 64", 1, 4, 2, 2100, 2100, 64, 64, BF16, varlen=True, magnitude=8.0),
+    Case("packed long 128", 1, 4, 2, 2300, 2300, 128, 128, BF16, varlen=True, causal=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),

@@ -41,6 +41,18 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
     (256, "packed"): {0: _WIDE._replace(persistent=False)},
 }
 
+# the same for the kernel without maxima, by keys; None: that with maxima. What spills is what computes a tile again
+_FAST = _PAIR._replace(spill=96)
+_FAST_64, _FAST_THREE = _FAST._replace(stages=4), _THREE._replace(spill=400)
+FAST: dict[tuple[int, str], dict[int, Config | None]] = {
+    (64, "full"): {0: None, 1024: _FAST_64, 2048: None, 4096: _FAST_THREE},
+    (64, "causal"): {0: None, 1024: _FAST_64},
+    (64, "packed"): {0: None, 1024: _FAST_64},
+    (128, "full"): {0: None, 1024: _FAST},
+    (128, "causal"): {0: None, 2048: _FAST},
+    (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
+}
+
 
 def in_place(dims: tuple[int, int]) -> bool:
     """Whether out takes the place of the queries: there is no room for both."""
@@ -61,11 +73,25 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
     return 0, 0
 
 
+def _kind(call: Call) -> str:
+    return "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
+
+
 def pick(call: Call, dims: tuple[int, int]) -> Config:
     """The configuration for a call."""
-    kind = "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
-    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), kind]
+    table = CONFIGS[next(d for d in (64, 128, 256) if max(dims) <= d), _kind(call)]
     length = call.len_q // max(call.batch, 1) if call.varlen else call.len_q
+    return table[max(n for n in table if n <= length)]
+
+
+def without_maxima(call: Call, dims: tuple[int, int]) -> Config | None:
+    """The configuration of the kernel without maxima, where that serves and was measured as faster (docs/hopper.md)."""
+    if call.x.bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.left >= 0:
+        return None
+    if call.x.q.dtype != torch.bfloat16 or dims not in ((64, 64), (128, 128)):
+        return None
+    table = FAST[dims[0], _kind(call)]
+    length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
     return table[max(n for n in table if n <= length)]
 
 
@@ -89,7 +115,8 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
     """(config, how many heads go together). At most as many as fit in L2.
 
     Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
-    of tiles, so that memory is read evenly. Where nothing balances them, programs are not persistent.
+    of tiles, so that memory is read evenly; of long ones, as many as balance them best. Where nothing balances them,
+    programs are not persistent.
     """
     most = call.counts()[4]
     if call.varlen:  # the table of tiles says what comes when
@@ -97,11 +124,11 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
     if not config.persistent or call.right < 0:
         return config, most if not config.persistent else 1
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
+    long = call.len_q >= 2048 and call.left < 0
     tried = []
-    for n in (1.5, 1, 2, 3):
-        group = max(1, min(most, int(n * waves)))
+    for group in (*(max(1, min(most, int(n * waves))) for n in (1.5, 1, 2, 3)), *([most] if long else [])):
         tried.append((imbalance(group, call, config), group))
-        if tried[-1][0] <= 1.03:
+        if tried[-1][0] <= 1.03 and not long:
             break
     worst, group = min(tried)
     return (config, group) if worst <= 1.1 else (config._replace(persistent=False), most)

@@ -1,0 +1,215 @@
+"""The Hopper forward without maxima, run as Python: its producer and consumers as threads that meet at barriers."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_hopper_deep import Machine, Tensor4, clear_rows, register, shared, where  # noqa: E402
+
+from adatom.device import Device, pretend  # noqa: E402
+from adatom.ops.attention import hopper_fwd_fast as fast  # noqa: E402
+from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
+from adatom.ops.attention import hopper_fwd_tiles as tiles  # noqa: E402
+from adatom.ops.attention import reference  # noqa: E402
+from adatom.ops.attention.api import inputs_of  # noqa: E402
+from adatom.ops.attention.triton_call import Call  # noqa: E402
+from adatom.tiles import hopper  # noqa: E402
+
+H100 = Device("cuda", 90, 132, 232448)
+PROGRAMS = 2
+
+
+class Box(Tensor4):
+    """A descriptor of tiles of so many rows."""
+
+    def __init__(self, x: torch.Tensor, rows: int) -> None:
+        super().__init__(x)
+        self.block_type = SimpleNamespace(nbytes=rows * x.shape[-1] * x.element_size())
+
+
+class Address:
+    """A pointer, or pointers."""
+
+    def __init__(self, x: torch.Tensor, at: Any = 0) -> None:
+        self.x, self.at = x, at
+
+    def __add__(self, n: Any) -> Address:
+        return Address(self.x, self.at + n)
+
+    def load(self, mask: Any = True, other: float = 0.0) -> torch.Tensor:
+        at, mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(mask))
+        return torch.where(mask, self.x[torch.where(mask, at, 0)], other).to(self.x.dtype)
+
+    def store(self, value: torch.Tensor, mask: torch.Tensor) -> None:
+        self.x[self.at[mask]] = value[mask]
+
+
+class Turns:
+    """Named barriers, which so many threads complete; a warpgroup has 128."""
+
+    def __init__(self) -> None:
+        self.changed, self.came, self.laps = threading.Condition(), [0] * 16, [0] * 16
+
+    def come(self, number: int, threads: int, wait: bool) -> None:
+        with self.changed:
+            lap = self.laps[number]
+            self.came[number] += 128
+            if self.came[number] == threads:
+                self.came[number], self.laps[number] = 0, lap + 1
+                self.changed.notify_all()
+            elif wait and not self.changed.wait_for(lambda: self.laps[number] != lap, timeout=10):
+                raise TimeoutError("waits for its turn for ever")
+
+
+def either(tensors: Any, numbers: Any) -> Any:
+    """A function of two tensors, or of two numbers of a program."""
+    return lambda a, b: tensors(a, b) if getattr(a, "ndim", 0) and getattr(b, "ndim", 0) else numbers(a, b)
+
+
+def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
+    """The names of device code."""
+    machine, turns = Machine(pid, seed), Turns()
+    names = machine.python()
+    for name, value in vars(names["gl"]).items():
+        names.setdefault(name, value)
+    language = SimpleNamespace(**vars(names["gl"]))
+    language.maximum, language.minimum = either(torch.maximum, max), either(torch.minimum, min)
+    language.where = lambda c, a, b: torch.where(c, a, b) if torch.is_tensor(c) else where(c, a, b)
+    language.max, language.sum = (lambda x, axis: x.amax(axis)), (lambda x, axis: x.sum(axis))
+    language.full = lambda shape, value, dtype, layout: register(torch.full(shape, value))
+    language.DotOperandLayout = language.BlockedLayout = lambda *a: None
+    language.convert_layout = lambda x, layout, assert_trivial=False: x
+    language.log2, language.barrier = torch.log2, lambda: None
+    language.program_id, language.num_programs = lambda axis: torch.tensor(pid), lambda axis: PROGRAMS
+    language.load = lambda at, mask=True, other=0.0: at.load(mask, other)
+    language.store = lambda at, value, mask: at.store(value, mask)
+    names = {k: v for k, v in names.items() if not isinstance(v, FunctionType) or v.__module__ == __name__}
+    names |= {
+        "gl": language, "LOG2E": 1 / math.log(2), "LN2": math.log(2), "BLOCK": 64, "TURN": 8, "FULL": 3, "NONE": 0,
+        "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
+        "fence_async_shared": lambda: None, "mbarrier": machine.python()["mbarrier"], "tma": machine.python()["tma"],
+        "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
+        "named_sync": lambda number, threads: turns.come(number, threads, True),
+        "named_arrive": lambda number, threads: turns.come(number, threads, False), "store_rows": None,
+        "range": lambda *ends: map(torch.tensor, range(*map(int, ends))),
+    }  # fmt: skip
+    for module in (hopper, tiles, fast):
+        for name, function in vars(module).items():
+            if hasattr(function, "fn") and name not in names:
+                names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
+    computed = names["_again"]
+    names["_again"] = lambda *args: (again.append(1), computed(*args))[1]
+    return names
+
+
+def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(out, lse, how many tiles of a consumer were computed again)."""
+    batch, heads, len_q, dim = x.q.shape
+    kv_heads, len_k = x.k.shape[1:3]
+    right = 0 if o.causal else o.window_right
+    rows, n = consumers * 64, 128
+    mask = right >= 0 or len_k % n != 0 or x.kv_lens is not None
+    options = (0, False, True, False, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, False, dim)
+    of = tiles.Plan(*options, consumers, 64, n, q_stages, stages, 1, False)
+    out, lse = torch.full_like(x.q, math.nan), torch.full((batch * heads * len_q,), math.nan)
+    sizes = (heads, kv_heads, batch * heads, 2, len_q, len_k, -1, right)
+    n_tiles = -(-len_q // rows) * batch * heads
+    lens, sinks = (None if t is None else Address(t) for t in (x.kv_lens, x.sinks))
+    boxes = Box(x.q, 64), Box(x.k, n), Box(x.v, n)
+    keys = tuple(Address(t.reshape(-1)) for t in (x.k, x.v)) + (*x.k.stride()[:3], *x.v.stride()[:3])
+    again: list[int] = []
+    for pid in range(PROGRAMS):
+        names = python(pid, pid, again)
+        ring = Machine(pid, pid).barriers
+        shared_tiles = (
+            shared(x.q.dtype, q_stages * consumers, 64, dim), shared(x.q.dtype, stages, n, dim),
+            shared(x.q.dtype, stages, n, dim), None, shared(x.q.dtype, consumers, 64, dim),
+        )  # fmt: skip
+        counts = (q_stages * consumers, 1), (q_stages * consumers, 1), *[(stages, 1), (stages, consumers)] * 2
+        rings = (*shared_tiles, *(ring(*c) for c in counts), None, None)
+        results = (Tensor4(out), None, Address(lse), 0, 0)
+        roles = {
+            f"_consumer {c}": (results, (sinks, lens, None), keys, rings, sizes, n_tiles, o.scale, c, dim, of)
+            for c in range(consumers)
+        }
+        roles["producer"] = (*boxes, None, lens, None, 0, 0, rings, sizes, n_tiles, of)
+        play(names, roles)
+    return out, lse.view(batch, heads, len_q), len(again)
+
+
+def play(names: dict[str, Any], roles: dict[str, tuple[Any, ...]]) -> None:
+    failed: list[Exception] = []
+
+    def role(name: str, args: tuple[Any, ...]) -> None:
+        try:
+            names[name.split()[0]](*args)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=role, args=item) for item in roles.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+CASES = (
+    ((300, 400), (2, 2, 1), {}, 0.0),
+    ((400, 400), (2, 4, 2), {"causal": True}, 0.0),
+    ((400, 390), (3, 4, 2), {"causal": True}, 0.0),
+    ((200, 500), (2, 2, 1), {"window": (None, 30), "sinks": True}, 0.0),
+    ((390, 200), (2, 2, 2), {"causal": True}, 0.0),
+    ((150, 400), (2, 2, 2), {"kv_lens": [330, 0]}, 0.0),
+    ((300, 400), (3, 2, 1), {"kv_lens": [301, 400], "causal": True}, 100.0),
+    ((200, 400), (2, 4, 2), {}, 100.0),
+    ((260, 400), (2, 2, 2), {"causal": True, "sinks": True}, 20.0),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_roles(case):
+    """Results, with scores that rise by so many powers of two; where it is too many, tiles are computed again."""
+    (len_q, len_k), (consumers, stages, q_stages), options, rise = case
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 64).to(torch.bfloat16) for n in (len_q, len_k, len_k))
+    k, v = k[:, :1], v[:, :1]
+    if rise:  # the first 100 keys, which come last
+        q[..., 0], k[..., 0], k[:, :, :100, 0] = 8 * math.log(2), 0, rise
+    more = {"kv_lens": torch.tensor(options["kv_lens"]).int()} if "kv_lens" in options else {}
+    more |= {"sinks": torch.randn(2)} if "sinks" in options else {}
+    x, o, _ = inputs_of(q=q, k=k, v=v, **{**options, **more})
+    want, want_lse = reference.forward(x._replace(q=q.double(), k=k.double(), v=v.double()), o)
+    if x.kv_lens is not None:  # what lies beyond them may be anything
+        for b, n in enumerate(x.kv_lens.tolist()):
+            x.k[b, :, n:] = x.v[b, :, n:] = math.nan
+    out, lse, again = run(x._replace(k=x.k.contiguous(), v=x.v.contiguous()), o, consumers, stages, q_stages)
+    assert ((out.double() - want).norm() / want.norm()).item() < 0.01
+    torch.testing.assert_close(lse, want_lse.float(), atol=1e-3, rtol=1e-4)
+    assert (again > 0) == (rise > 64 or len_q > len_k or options.get("kv_lens") == [330, 0])
+
+
+def test_where_it_serves():
+    """bfloat16 at length, head_dims that fill up 64 or 128, nothing between q k^T and the softmax but masks."""
+
+    def serves(dim=64, length=4096, dtype=torch.bfloat16, **options):
+        with pretend(H100):
+            q, k, v = (torch.empty(2, 2, length, dim, dtype=dtype, device="meta") for _ in range(3))
+            x, o, _ = inputs_of(q=q, k=k, v=v, **options)
+            call = Call(x, o)
+        return plan.without_maxima(call, (call.meta["BLOCK_D"], call.meta["BLOCK_DV"])) is not None
+
+    assert serves() and serves(128, causal=True) and serves(80) and serves(window=(None, 7))
+    assert not serves(256) and not serves(length=256) and not serves(dtype=torch.float16) and not serves(softcap=2.0)
+    assert not serves(scale=-1.0) and not serves(window=(7, None))
+    assert not serves(bias=torch.empty(1, 1, 1, 4096, device="meta"))
+    assert not serves(length=2048) and serves(length=1024) and not serves(128, length=1024, causal=True)
