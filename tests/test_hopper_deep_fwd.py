@@ -16,7 +16,6 @@ from test_hopper_deep import (  # noqa: E402
     F32,
     H100,
     PLAIN,
-    SWIZZLED,
     Lens,
     Machine,
     Tensor4,
@@ -31,7 +30,6 @@ from adatom.ops.attention import hopper_fwd, limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
-
 
 PYTHON = "clear_rows", "named_sync", "named_arrive", "as_box"  # what is written for this machine
 

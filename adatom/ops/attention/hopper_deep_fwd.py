@@ -259,6 +259,7 @@ def _step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, S
     named_arrive(TURN + (C + 1) % 2, 256)
     s = warpgroup_mma_wait(GROUPS, deps=(s,))
     release(empty, t, LO_SLOTS)
+    wait_full(full, t + 1, LO_SLOTS)  # a branch, or ptxas releases the keys among the exponentials
     s = _masked(s, first, n0, len_q, len_k, limits, PLAN, LAYOUT)
     if SURE:
         pf = gl.exp2(s * (scale * LOG2E) - m[:, None])
