@@ -306,6 +306,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
     LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16])
     HI_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    FROM_SECOND: gl.constexpr = PLAN.RIGHT and C == 0 and BLOCK_N == 64
     if C == 1:
         named_arrive(TURN, 256)  # the first consumer begins
 
@@ -319,17 +320,37 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                 flags.index(C).store(gl.convert_layout(bad, gl.BlockedLayout([1], [32], [4], [0])))
                 count = count * _unsure(tiles, 4)
         for turn in range(count):
-            mbarrier.wait(q_full.index(slot(u, PLAN.Q_SLOTS)), lap(u, PLAN.Q_SLOTS))
+            if FROM_SECOND:
+                b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
+                begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
+                n0 = begin + (blocks - 1) * BLOCK_N
+                hidden = (n0 > m0 + (ROWS - 1) + len_k - len_q + right) & (blocks > 1)
+                if hidden:  # only the other consumer's queries see the first block
+                    wait_full(full, t, LO_SLOTS)
+                    named_sync(TURN + C, 256)
+                    named_arrive(TURN + (C + 1) % 2, 256)
+                    release(empty, t, LO_SLOTS)
+                    t += 1
+                    n0 -= BLOCK_N
+                    blocks -= 1
+                    if PLAN.Q_SLOTS > 2:  # the second block comes after the other consumer's queries
+                        if u >= 2:
+                            _free_queries(u - 2, bars, PLAN)
+            wait_full(q_full, u, PLAN.Q_SLOTS)
             wait_full(full, t, LO_SLOTS)
             named_sync(TURN + C, 256)
             s = _begin_scores(u, t, tiles, PLAN, S_LAYOUT)
             named_arrive(TURN + (C + 1) % 2, 256)
             if PLAN.Q_SLOTS > 2:
-                if u >= 2:
+                free = u >= 2
+                if FROM_SECOND:
+                    free = free & (hidden == 0)
+                if free:
                     _free_queries(u - 2, bars, PLAN)
-            b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
-            begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
-            n0 = begin + (blocks - 1) * BLOCK_N
+            if not FROM_SECOND:
+                b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
+                begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
+                n0 = begin + (blocks - 1) * BLOCK_N
             first = m0 + C * ROWS
             m, l = _nothing_seen(Sinks, h, OF_ROWS, PLAN)
             lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
@@ -340,6 +361,11 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
             pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
             p = pf.to(q_lo.dtype)
             t += 1
+            if FROM_SECOND:
+                if hidden:
+                    wait_full(full, t, LO_SLOTS)
+                    release(empty, t, LO_SLOTS)
+                    t += 1
             if PLAN.LENS or PLAN.VARLEN:
                 if len_k - n0 < BLOCK_N:  # values beyond the last may be NaN; each consumer clears them for itself
                     v = t + gl.where(blocks > 1, 1, 0)
