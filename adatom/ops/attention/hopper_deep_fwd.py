@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
 
 from adatom.ops.attention.hopper_fwd import _blocks, _n_tiles, _nothing_seen, _scores, _softmax, _tile
 from adatom.ops.attention.hopper_fwd_plan import balance
@@ -33,7 +34,6 @@ from adatom.tiles.hopper import (
     gl,
     gluon,
     keys_shared,
-    lap,
     let_next,
     make_barriers,
     mbarrier,
@@ -479,7 +479,7 @@ def _deep_fwd_kernel(Q, K, V, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, s
 class Config(NamedTuple):
     """How the kernel is tiled: two consumers of 64 queries, block_n keys; slots of queries, of first and of second
     halves of keys and values; registers of a consumer's thread; persistent: as many programs as multiprocessors; spill:
-    bytes of registers it may spill."""
+    bytes of registers it may spill; sure: whether bfloat16 goes without maxima."""
 
     block_n: int
     q_slots: int
@@ -493,24 +493,23 @@ class Config(NamedTuple):
     block_m: int = 64
 
 
-_192 = Config(128, 2, 4, 3, True)
+_192 = Config(128, 2, 4, 3, True, sure=False)
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):  # whose descriptors of products leave no registers
+    _192 = Config(64, 3, 6, 6, True)
 _256 = Config(64, 3, 4, 4, True)
-# (columns of q and k in memory, kind of call) -> queries (of packed sequences, on average) from which a tile serves:
-# tile; measured, see docs/hopper.md
-CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
-    (192, "full"): {0: _192, 8192: _192._replace(persistent=False)},
-    (192, "causal"): {0: _192._replace(persistent=False)},
-    (192, "packed"): {0: _192._replace(persistent=False)},
-    (256, "full"): {0: _256, 8192: _256._replace(persistent=False)},
-    (256, "causal"): {0: _256._replace(persistent=False)},
-    (256, "packed"): {0: _256._replace(persistent=False)},
+# (columns of q and k in memory, whether packed) -> queries (of packed sequences, on average) from which a tile serves:
+# tile; see docs/hopper.md
+CONFIGS: dict[tuple[int, bool], dict[int, Config]] = {
+    (192, False): {0: _192, 16384: _192._replace(persistent=False)},
+    (192, True): {0: _192._replace(persistent=False)},
+    (256, False): {0: _256, 16384: _256._replace(persistent=False)},
+    (256, True): {0: _256._replace(persistent=False)},
 }
 
 
 def pick(call: Call) -> Config:
     """The configuration for a call."""
-    kind = "packed" if call.varlen else "causal" if call.right >= 0 else "full"
-    table = CONFIGS[192 if call.head_dim <= 192 else 256, kind]
+    table = CONFIGS[192 if call.head_dim <= 192 else 256, call.varlen]
     length = call.len_q // max(call.batch, 1) if call.varlen else call.len_q
     return table[max(n for n in table if n <= length)]
 
