@@ -211,8 +211,8 @@ def _weightless(arg: Any) -> Any:
 # -- reading machine code ---------------------------------------------------------------------------------------------
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
-# what lies between a wait for all products of a warpgroup but the last one, and the wait for that
-_OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR", re.DOTALL)
+# what lies between a wait for all products of a warpgroup but the last ones, and the wait for those
+_OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR", re.DOTALL)
 _TENSOR_CORE = re.compile(r"(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC\w*MMA)")
 
 

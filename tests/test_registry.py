@@ -186,9 +186,10 @@ def biased(*shape: int, dtype: torch.dtype = torch.bfloat16):
     ],
 )
 def test_hopper_takes_the_forward(problem):
-    backward = "hopper_deep" if problem.head_dim == 192 else "triton"
-    assert chosen(problem) == every("triton") | {"fwd": "hopper", "bwd": backward}
-    assert choose("attention_fwd", problem._replace(deterministic=True)).backend == "hopper"
+    deep = problem.head_dim == 192
+    forward, backward = ("hopper_deep", "hopper_deep") if deep else ("hopper", "triton")
+    assert chosen(problem) == every("triton") | {"fwd": forward, "bwd": backward}
+    assert choose("attention_fwd", problem._replace(deterministic=True)).backend == forward
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_explicit_backend_never_falls_back():
 
 def test_unknown_backend_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, short, hopper, triton, torch"
+        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, short, hopper_deep, hopper, triton"
     ):
         choose("attention_fwd", posed(), "cudnn")
 

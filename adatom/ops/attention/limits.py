@@ -144,6 +144,17 @@ def _hopper_fwd_slower(p: Problem) -> str | None:
     return None
 
 
+def hopper_deep_fwd(p: Problem) -> str | None:
+    """The Gluon forward for head_dim 136 to 256, of v at most as wide in memory: sm_90, 16-bit floats."""
+    if (why := hopper_fwd(p)) is not None:
+        return why
+    if not 128 < p.head_dim <= 256 or p.head_dim_v <= 64 or p.head_dim_v > (192 if p.head_dim <= 192 else 256):
+        return f"takes head_dims 136 to 256, v's above 64 and to the next 192 or 256; got {p.head_dim}, {p.head_dim_v}"
+    if p.bias != "none" or p.softcap:
+        return "does not take a bias or a softcap"
+    return None
+
+
 def _hopper_bwd_ever(p: Problem) -> str | None:
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"

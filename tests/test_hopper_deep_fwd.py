@@ -1,0 +1,251 @@
+"""The Hopper forward beyond head_dim 128, run as Python (see test_hopper_deep.py): a producer and two consumers."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_hopper_deep import (  # noqa: E402
+    F32,
+    H100,
+    PLAIN,
+    Lens,
+    Machine,
+    Tensor4,
+    clear_rows,
+    register,
+    shared,
+)
+
+from adatom.device import pretend  # noqa: E402
+from adatom.ops.attention import hopper_deep_fwd as deep  # noqa: E402
+from adatom.ops.attention import hopper_fwd, limits, reference  # noqa: E402
+from adatom.ops.attention.api import inputs_of  # noqa: E402
+from adatom.ops.attention.problem import problem  # noqa: E402
+from adatom.tiles import hopper  # noqa: E402
+
+PYTHON = "clear_rows", "named_sync", "named_arrive", "as_box"  # what is written for this machine
+
+
+class Int(int):
+    """A scalar of device code."""
+
+    def to(self, dtype: Any) -> Int:
+        return self
+
+
+class At:
+    """A pointer to numbers, with offsets."""
+
+    def __init__(self, x: torch.Tensor, at: Any = 0) -> None:
+        self.x, self.at = x, at
+
+    def __add__(self, more: Any) -> At:
+        return At(self.x, self.at + more)
+
+
+def either(ints, tensors):
+    """Of two numbers, or of tensors and numbers."""
+
+    def function(*values):
+        if not any(map(torch.is_tensor, values)):
+            return ints(*values)
+        return tensors(*(v if torch.is_tensor(v) else torch.tensor(v) for v in values))
+
+    return function
+
+
+def load(at: Any) -> torch.Tensor:
+    return at.x[at.at] if isinstance(at, At) else at
+
+
+def store(at: At, x: torch.Tensor, mask: torch.Tensor) -> None:
+    at.x.view(-1)[at.at[mask]] = x[mask].as_subclass(torch.Tensor)
+
+
+class Forward(Machine):
+    """A multiprocessor for the forward: named barriers count threads."""
+
+    def __init__(self, pid: int, programs: int, seed: int) -> None:
+        super().__init__(pid, seed)
+        self.programs, self.came = programs, {}
+
+    def come(self, number: int, threads: int, wait: bool) -> None:
+        mine = 32 if threading.current_thread().name == "_producer" else 128
+        with self.changed:
+            rounds, count = self.came.get(number, (0, 0))
+            count += mine
+            assert count <= threads
+            self.came[number] = (rounds + 1, 0) if count == threads else (rounds, count)
+            self.changed.notify_all()
+            if wait and not self.changed.wait_for(lambda: self.came[number][0] > rounds, timeout=10):
+                raise TimeoutError("waits for ever")
+
+    def python(self) -> dict[str, Any]:
+        names = super().python()
+        language = SimpleNamespace(**vars(names["gl"]))
+        vars(language).update(
+            minimum=either(min, torch.minimum), maximum=either(max, torch.maximum),
+            where=lambda c, a, b: torch.where(c, a, b) if torch.is_tensor(c) else a if c else b,
+            full=lambda shape, x, dtype, layout: register(torch.full(shape, x, dtype=dtype)), log2=torch.log2,
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), barrier=lambda: None, load=load,
+            store=store, num_programs=lambda axis: self.programs, DotOperandLayout=lambda *a: None,
+            BlockedLayout=lambda *a: None, convert_layout=lambda x, layout, assert_trivial=False: x,
+        )  # fmt: skip
+        names.update(
+            gl=language, LN2=math.log(2), ROWS=64, PIECE=64, TURN=8, ALL=10, MOST=2.0**64, NONE=0,
+            clear_rows=clear_rows, named_sync=lambda number, threads: self.come(number, threads, True),
+            named_arrive=lambda number, threads: self.come(number, threads, False),
+        )  # fmt: skip
+        for module in (hopper, hopper_fwd, deep):
+            for name, function in vars(module).items():
+                if hasattr(function, "fn") and name not in PYTHON:
+                    names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
+        tile = names["_tile"]
+        names["_tile"] = lambda *a: tuple(Int(n) for n in tile(*a))
+        return names
+
+
+def run(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the kernel, its programs one after the other."""
+    batch, heads, len_q, dim = x.q.shape
+    kv_heads, len_k, dim_v = x.v.shape[1:]
+    hq, hv = (64 if dim <= 192 else 128), next(h for h in (0, 64, 128) if dim_v <= 128 + h)
+    left, right = o.window_left, (0 if o.causal else o.window_right)
+    lens = None if x.kv_lens is None else Lens(x.kv_lens.tolist())
+    masked = left >= 0 or right >= 0 or lens is not None or len_k % config.block_n > 0
+    sure = config.sure and x.q.dtype == torch.bfloat16
+    plan = deep.Plan(
+        0, False, True, left >= 0, right >= 0, masked, x.sinks is not None, lens is not None, False, 0, 2, 64,
+        config.block_n, hq, hv, config.q_slots, config.lo_slots, config.hi_slots, sure,
+    )  # fmt: skip
+    half, n_tiles = x.q.dtype, math.ceil(len_q / 128) * batch * heads
+    out = torch.full((batch, heads, len_q, dim_v), math.nan, dtype=half)
+    lse = torch.full((batch, heads, len_q), math.nan)
+    sinks = None if x.sinks is None else At(x.sinks)
+    sizes = (heads, kv_heads, batch * heads, 3, len_q, len_k, left, right)
+    for pid in range(programs):
+        machine = Forward(pid, programs, seed)
+        ring, failed = machine.barriers, []
+        tiles = (
+            shared(half, config.q_slots, 64, 128), shared(half, config.q_slots, 64, hq),
+            shared(half, config.lo_slots, config.block_n, 128), shared(half, config.hi_slots, config.block_n, hq),
+            deep_flags(),
+        )  # fmt: skip
+        bars = ring(config.q_slots, 1), ring(config.q_slots, 1), ring(config.lo_slots, 1), ring(config.lo_slots, 2)
+        python = machine.python()
+
+        def role(name: str, *args: Any, python=python, failed=failed) -> None:
+            try:
+                python[name](*args)
+            except Exception as error:
+                failed.append(error)
+
+        results = (Tensor4(out), None, At(lse), 0, 0)
+        given = (sinks, lens, None)
+        threads = [
+            threading.Thread(target=role, name="_consumer", args=(
+                "_consumer", results, given, tiles, bars, sizes, n_tiles, o.scale, c, plan))
+            for c in (0, 1)
+        ]  # fmt: skip
+        inputs = (Tensor4(x.q), Tensor4(x.k), Tensor4(x.v), lens, None)
+        threads.append(
+            threading.Thread(
+                target=role, name="_producer", args=("_producer", *inputs, tiles, bars, sizes, n_tiles, plan)
+            )
+        )
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+    return out, lse
+
+
+def deep_flags():
+    flags = shared(F32, 2, 64, layout=PLAIN)
+    flags.flat = torch.zeros(128, dtype=torch.int32)
+    flags.dtype = torch.int32
+    return flags
+
+
+CASES = (
+    ((256, 256), (130, 200), 1, {}),
+    ((256, 256), (257, 320), 1, {"causal": True}),
+    ((192, 128), (200, 450), 2, {"causal": True}),
+    ((136, 192), (150, 140), 1, {"window": (70, 20)}),
+    ((256, 136), (70, 190), 1, {"kv_lens": [100, 0], "causal": True, "sinks": True}),
+    ((192, 192), (300, 300), 1, {"window": (3, 2)}),
+    ((160, 72), (300, 700), 1, {"grows": 300.0}),
+    ((256, 192), (200, 300), 1, {"grows": 300.0, "causal": True}),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_roles(case, dtype):
+    (dim, dim_v), (len_q, len_k), sharing, options = case
+    torch.manual_seed(0)
+    options = dict(options)
+    grows = options.pop("grows", None)
+    if "kv_lens" in options:
+        options["kv_lens"] = torch.tensor(options["kv_lens"]).int()
+    if "sinks" in options:
+        options["sinks"] = torch.randn(2 * sharing)
+    q = torch.randn(2, 2 * sharing, len_q, dim).to(dtype)
+    k, v = (torch.randn(2, 2, len_k, d).to(dtype) for d in (dim, dim_v))
+    if grows:  # scores far above those of the keys that are seen first
+        k[:, :, len_k // 3] *= grows
+    x, o, _ = inputs_of(q=q, k=k, v=v, **options)
+    out, lse = reference.forward(x._replace(q=q.double(), k=k.double(), v=v.double()), o)
+    if x.kv_lens is not None:  # what lies beyond them may be anything
+        for b, n in enumerate(x.kv_lens.tolist()):
+            x.k[b, :, n:] = x.v[b, :, n:] = math.nan
+    configs = {table[0] for (d, _), table in deep.CONFIGS.items() if (dim <= 192) == (d == 192)}
+    for programs, config in enumerate(sorted(configs | {deep.Config(64, 3, 3, 2, True)}), 1):
+        got = run(x, o, config, programs, programs)
+        for name, mine, true in zip(("out", "lse"), got, (out, lse)):
+            assert torch.equal(mine.isfinite(), true.isfinite()), name
+            finite = true.isfinite()
+            error = ((mine.double() - true)[finite].norm() / true[finite].norm().clamp(min=1e-30)).item()
+            assert error < 0.01, (name, error, config)
+
+
+def test_what_fits_in_shared_memory():
+    for (dim, _), table in deep.CONFIGS.items():
+        for config in table.values():
+            columns = 64 * config.q_slots * dim
+            columns += config.block_n * (config.lo_slots * 128 + config.hi_slots * (dim - 128))
+            assert columns * 2 + 2048 <= H100.shared_memory, config
+
+
+@pytest.mark.parametrize(
+    "dims, options, word",
+    [
+        ((256, 256), {}, None),
+        ((192, 128), {"causal": True}, None),
+        ((136, 192), {}, None),
+        ((128, 128), {}, "head_dim"),
+        ((192, 256), {}, "head_dim"),
+        ((256, 64), {}, "head_dim"),
+        ((256, 256), {"bias": torch.zeros(1, 1, 1, 512, dtype=torch.bfloat16)}, "bias"),
+        ((256, 256), {"softcap": 3.0}, "softcap"),
+        ((256, 256), {"dtype": F32}, "float32"),
+    ],
+    ids=str,
+)
+def test_what_it_takes(dims, options, word):
+    dtype = options.pop("dtype", torch.bfloat16)
+    q, k, v = (torch.zeros(8, 8, 512, d, dtype=dtype) for d in (dims[0], *dims))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=v, **options)
+        why = limits.hopper_deep_fwd(problem(x, o))
+    assert why is None if word is None else word in why
