@@ -45,11 +45,16 @@ class Row(NamedTuple):
 
 ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "one_tile", "attention.triton_tile:forward", attention.one_tile),
+    Row("attention_fwd", "hopper_shared", "attention.hopper_shared_fwd:forward", attention.hopper_shared_fwd),
     Row("attention_fwd", "hopper", "attention.hopper_fwd:forward", attention.hopper_fwd),
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
     Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
+    Row(
+        *("attention_bwd", "hopper_shared", "attention.hopper_shared_bwd:backward", attention.hopper_shared_bwd),
+        deterministic=False,
+    ),
     Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
     Row("attention_bwd", "hopper_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_ordered),
     Row("attention_bwd", "hopper_deep", "attention.hopper_deep:backward", attention.hopper_deep),
