@@ -39,8 +39,11 @@ DIM = gl.constexpr(32)  # head_dim in memory
 BLOCK = gl.constexpr(128)  # queries and keys of a tile
 HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
-STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
 _SPILL = 0
+RED = False
+WHERE = 0
 
 
 @gluon.jit
@@ -81,7 +84,7 @@ def _tile(t, slices, counts):
 @gluon.jit
 def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr):
     """Keeps the rings full."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _, _ = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _ = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h = several
@@ -107,65 +110,49 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, cou
 
 
 @gluon.jit
-def _products(n, tiles, H: gl.constexpr, C: gl.constexpr):
-    """Begin to multiply S and dP, [HALF, HALF], of this consumer's queries and half H of the keys, in use n."""
-    q_s, k_s, do_s, v_s, _, _, _, _, _ = tiles
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    i = slot(n, STAGES)
-    zeros = gl.zeros([HALF, HALF], gl.float32, S)
-    k = k_s.index(i).slice(H * HALF, HALF, dim=0).permute((1, 0))
-    v = v_s.index(i).slice(H * HALF, HALF, dim=0).permute((1, 0))
-    s = warpgroup_mma(q_s.index(i).slice(C * HALF, HALF, dim=0), k, zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(do_s.index(i).slice(C * HALF, HALF, dim=0), v, zeros, use_acc=False, is_async=True)
-    return s, dp
+def _product(left, right, i, H: gl.constexpr, C: gl.constexpr):
+    """Begin to multiply the queries' tile of this consumer by half H of the keys', [HALF, HALF], of buffer i."""
+    zeros = gl.zeros([HALF, HALF], gl.float32, SCORES)
+    x = left.index(i).slice(C * HALF, HALF, dim=0)
+    y = right.index(i).slice(H * HALF, HALF, dim=0).permute((1, 0))
+    return warpgroup_mma(x, y, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _bias_of(tile, held, H: gl.constexpr, WHERE: gl.constexpr):
+    if WHERE == 1:
+        return held
+    else:
+        return tile.slice(H * HALF, HALF, dim=1).load(SCORES)
+
+
+@gluon.jit
+def _probabilities(s, bias, lse, unit, EVEN_N: gl.constexpr):
+    """P from a product, a bias and lse in log2 units."""
+    s = s * unit + (widened(bias) * LOG2E - lse[:, None])
+    if not EVEN_N:  # keys beyond the last: 0, whose P must not become infinite
+        s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
+    return gl.exp2(s)
 
 
 @gluon.jit
 def _in_rows(x):
-    """A consumer's [64, 32 or 64] accumulator as [16 or 32, 128], where a thread holds 16 bytes in a row and a warp
-    512, so that nothing moves between threads."""
-    WIDE: gl.constexpr = x.shape[1]
-    return x.reshape([4, 2, 8, WIDE // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([WIDE // 2, 128])
-
-
-@gluon.jit
-def _keep_wide(tile, wide_s, H: gl.constexpr, C: gl.constexpr):
-    """Write a consumer's bias of half H of the keys, in float32 and in log2 units."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    x = widened(tile.slice(H * HALF, HALF, dim=1).load(S)) * LOG2E
-    wide_s.index(C * 2 + H).store(_in_rows(x))
-
-
-@gluon.jit
-def _bias_of(wide_s, H: gl.constexpr, C: gl.constexpr):
-    """A consumer's bias of half H of the keys, [HALF, HALF], in float32 and in log2 units."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    like = _in_rows(gl.zeros([HALF, HALF], gl.float32, S))
-    x = wide_s.index(C * 2 + H).load(like.type.layout)
-    x = x.reshape([4, 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, HALF])
-    return gl.convert_layout(x, S, assert_trivial=True)
-
-
-@gluon.jit
-def _summand(s, dp, lse, delta, bias, unit):
-    """dS from both products; lse and the bias in log2 units."""
-    s = s * unit + (bias - lse[:, None])
-    p = gl.exp2(gl.minimum(s, 0.0, propagate_nan=KEEP_NAN))  # a bias of -1e9: lse is rounded by more than 1
-    return p * (dp - delta[:, None])
+    """A consumer's [64, 32] accumulator as [16, 128], where a thread holds 16 bytes in a row and a warp 512, so that
+    nothing moves between threads."""
+    return x.reshape([4, 2, 8, DIM // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([DIM // 2, 128])
 
 
 @gluon.jit
 def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              STAGED: gl.constexpr):
-    """Sums HALF rows of every tile. While one half of its columns is worked on, the products of the other, of this
-    sharer or the next, are made. Comments at waits name the products under way, the eldest first."""
-    _, k_s, _, _, lse_s, delta_s, bias_s, wide_s, dq_s = tiles
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr, RED: gl.constexpr, WHERE: gl.constexpr):
+    """Sums HALF rows of every tile. While one half of its columns is worked on, products of the other, of this sharer
+    or the next, are made. Comments at waits name the products under way, the eldest first."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
     blocks = padded // BLOCK
@@ -175,41 +162,55 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
         piece, part, m0, n0, first, end = _tile(t, slices, counts)
         tile = bias_s.index(C)
         wait_full(bias_full, turn, 1)
-        _keep_wide(tile, wide_s, 0, C)
-        _keep_wide(tile, wide_s, 1, C)
-        low = gl.zeros([HALF, HALF], gl.float32, S)
-        high = gl.zeros([HALF, HALF], gl.float32, S)
+        held_low = 0.0
+        held_high = 0.0
+        if WHERE == 1:
+            held_low = tile.slice(0, HALF, dim=1).load(SCORES)
+            held_high = tile.slice(HALF, HALF, dim=1).load(SCORES)
+        low = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        high = gl.zeros([HALF, HALF], gl.float32, SCORES)
         if first < end:
             wait_full(full, n, STAGES)
-        s, dp = _products(n, tiles, 0, C)  # of nothing, if nobody shares the tile
-        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        s = _product(q_s, k_s, slot(n, STAGES), 0, C)  # of nothing, if nobody shares the tile
+        s = warpgroup_mma_wait(0, deps=(s,))
         for r in range(first, end):
-            s_high, dp_high = _products(n, tiles, 1, C)
             i = slot(n, STAGES)
             k = k_s.index(i)
+            dp = _product(do_s, v_s, i, 0, C)
             lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
-            ds = _summand(s, dp, lse, delta, _bias_of(wide_s, 0, C), unit)
+            p = _probabilities(s, _bias_of(tile, held_low, 0, WHERE), lse, unit, EVEN_N)
+            s_high = _product(q_s, k_s, i, 1, C)
+            dp = warpgroup_mma_wait(1, deps=(dp,))  # dP, S
+            ds = p * (dp - delta[:, None])
             low += ds
             ds16 = gl.convert_layout(ds.to(k.dtype), OPERAND, assert_trivial=True)
             dq = warpgroup_mma(ds16, k.slice(0, HALF, dim=0), zeros, use_acc=False, is_async=True)
+            dp_high = _product(do_s, v_s, i, 1, C)
+            s_high = warpgroup_mma_wait(2, deps=(s_high,))  # S, dQ, dP
+            p = _probabilities(s_high, _bias_of(tile, held_high, 1, WHERE), lse, unit, EVEN_N)
             if r + 1 < end:
                 wait_full(full, n + 1, STAGES)
-            s_high, dp_high = warpgroup_mma_wait(1, deps=(s_high, dp_high))  # S, dP, dQ
-            s, dp = _products(n + 1, tiles, 0, C)  # behind the last, of whatever lies there
-            ds = _summand(s_high, dp_high, lse, delta, _bias_of(wide_s, 1, C), unit)
+            s = _product(q_s, k_s, slot(n + 1, STAGES), 0, C)  # behind the last, of whatever lies there
+            dp_high, dq = warpgroup_mma_wait(1, deps=(dp_high, dq))  # dQ, dP, S
+            ds = p * (dp_high - delta[:, None])
             high += ds
-            dq, s, dp = warpgroup_mma_wait(0, deps=(dq, s, dp))
             ds16 = gl.convert_layout(ds.to(k.dtype), OPERAND, assert_trivial=True)
             dq = warpgroup_mma(ds16, k.slice(HALF, HALF, dim=0), dq, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
+            s, dq = warpgroup_mma_wait(0, deps=(s, dq))  # S, dQ
             release(empty, n, STAGES)
             b, h = sharer(r, piece, counts, SHARED_HEADS)
-            block = (b * heads + h) * blocks + m0 // BLOCK
-            tma.store_wait(0)  # what was added last has left shared memory
-            dq_s.index(C).store(_in_rows(dq))
-            fence_async_shared()
-            tma.async_atomic_add(DQ, [block * DIM + C * (DIM // 2), 0], dq_s.index(C))
+            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
+            x = _in_rows(dq)
+            if RED:
+                line = gl.arange(0, DIM // 2, gl.SliceLayout(1, x.type.layout))[:, None] * 128
+                column = gl.arange(0, 128, gl.SliceLayout(0, x.type.layout))[None, :]
+                gl.atomic_add(DQ + row.to(gl.int64) * 128 + (line + column), x, sem="relaxed")
+            else:
+                tma.store_wait(0)  # what was added last has left shared memory
+                dq_s.index(C).store(x)
+                fence_async_shared()
+                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -222,7 +223,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
         else:
             X = DBias + (part * slices + piece).to(gl.int64) * len_q * len_k
             rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
-            columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, S))[None, :]
+            columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
             at = rows.to(gl.int64) * len_k + columns
             gl.store(X + at, low.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
             columns += HALF
@@ -237,8 +238,8 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
-                 parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, STAGED: gl.constexpr,
-                 EARLY: gl.constexpr):
+                 parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
+                 STAGED: gl.constexpr, EARLY: gl.constexpr, RED: gl.constexpr, WHERE: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k); dQ, unscaled, is added to a float32 sum.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
@@ -253,7 +254,6 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
     PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    wide_s = gl.allocate_shared_memory(gl.float32, [4, HALF // 2, 128], PIECE)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], PIECE)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
@@ -262,13 +262,13 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     fence_async_shared()
     let_next(EARLY)
     wait_for_previous(EARLY)
-    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, wide_s, dq_s)
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
     bars = (full, empty, bias_full, bias_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, STAGED)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, RED, WHERE)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, RED, WHERE)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -287,12 +287,15 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
         parts, padded, call.len_q, call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": bias.shape[1] < call.heads, "STAGED": staged, "EARLY": True, "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged, "EARLY": True,
+        "RED": RED, "WHERE": WHERE, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
+        "Bias": (n // 2, n),
     }  # fmt: skip
+    if not RED:
+        blocks["DQ"] = (dim // 2, 128)
     if staged:
         blocks["DBias"] = (n // 2, n)
     return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)

@@ -12,10 +12,10 @@ three warps for a scheduler, one exponentiates while others wait for their produ
 from typing import NamedTuple
 
 import torch
-from triton.language.core import PropagateNan
 
 from adatom.ops.attention.hopper_bwd_ends import ends
 from adatom.ops.attention.hopper_shared_bias import DIM, sharer, sums_launch, widened
+from adatom.ops.attention.hopper_shared_ends import ahead
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.ops.attention.triton_sum import sum_of_parts
@@ -48,7 +48,6 @@ KEYS = gl.constexpr(64)  # of a consumer
 SHARERS = gl.constexpr(3)  # that work beside each other
 STAGES = gl.constexpr(2)  # buffers of queries, dO and bias
 KV_STAGES = gl.constexpr(2)
-KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 _SPILL = 0
 
 
@@ -128,15 +127,14 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
                 do = do_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
-                lse = lse_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
-                x = widened(bias) * LOG2E - lse[None, :]
                 if part > 0:  # dV, dK, S, dP
                     s, dv, dk = warpgroup_mma_wait(1, deps=(s, dv, dk))
                 else:  # S, dP
                     s = warpgroup_mma_wait(1, deps=(s,))
-                # a bias of -1e9: lse is rounded by more than 1
-                p = gl.exp2(gl.minimum(s * unit + x, 0.0, propagate_nan=KEEP_NAN))
+                bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
+                lse = lse_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
+                x = widened(bias) * LOG2E - lse[None, :]
+                p = gl.exp2(s * unit + x)
                 p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
                 delta = delta_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
@@ -218,8 +216,8 @@ def _launches(
     assert x.bias is not None
     m, n, dim = BLOCK_M.value, KEYS.value, DIM.value
     n_m = -(-call.len_q // m)
-    before, behind = ends(call, dim, m, out, dout, dq, DLSE=dlse, SUM=True, ORDERED=False, PLAIN=False, NATURAL=False,
-                          BIAS=False)  # fmt: skip
+    before = ahead(call, dim, m, out, dout, dlse)
+    _, behind = ends(call, dim, m, out, dout, dq)
     slices = x.bias.shape[0] * x.bias.shape[1]
     shared = call.batch * call.heads // slices
     groups = -(-shared // SHARERS.value)
@@ -255,8 +253,7 @@ def backward(
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))  # type: ignore[arg-type, return-value]
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
     total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
-    taken = torch.empty(1, dtype=torch.int32, device=lse.device)
-    plan.before(out, dout, lse, dlse, rows, delta, total, taken, None, None, None, None)
+    plan.before(out, dout, lse, dlse, rows, delta, total)
     dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
     plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, dk, dv)
     plan.behind(total, dq, x.cu_seqlens_q)
