@@ -14,13 +14,12 @@ pytest.importorskip("triton.experimental.gluon")
 
 from test_hopper_deep import Machine, Shared, Tensor4, play, register  # noqa: E402
 
-from adatom.device import Device, pretend  # noqa: E402
+from adatom.device import Device  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
-from adatom.ops.attention import limits, reference  # noqa: E402
+from adatom.ops.attention import reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
-from adatom.ops.attention.problem import problem  # noqa: E402
 
 H100 = Device("cuda", 90, 132, 232448)
 HALF, F32 = torch.bfloat16, torch.float32
@@ -211,11 +210,11 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
         even = len_k % 128 == 0
         options = (tiles, bars, slices, counts)
         return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
-            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged, False, 0) for c in range(2)
+            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged, False, 0)
+            for c in range(2)
         }
 
     run(bias_part, programs, of_sums)
-    dq = total.view(-1, 4, 4, 8, 4, 2, 2).permute(0, 1, 4, 3, 2, 5, 6)  # overwritten below: by the order of `_in_rows`
     pieces = total.view(-1, 4, 4, 8, 4, 2, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(batch, heads, -1, 32)
     dq = (pieces * o.scale)[:, :, :len_q, :dim]
     return dq, dk, dv, dbias.double().sum(0)

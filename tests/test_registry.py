@@ -259,7 +259,7 @@ def test_explicit_backend_never_falls_back():
 
 def test_unknown_backend_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, hopper, triton, torch_ch"
+        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, hopper_shared, hopper, triton,"
     ):
         choose("attention_fwd", posed(), "cudnn")
 

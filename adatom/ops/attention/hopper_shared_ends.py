@@ -8,7 +8,7 @@ from adatom.ops.attention.triton_call import Call
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import LOG2E, after_previous, at, load_tile
 
-# a query whose lse lies beyond sees nothing but keys masked by a finite bias, as -1e9; lse is too coarse to tell how much
+# a query with lse below -FAR sees nothing but keys masked by a finite bias, as -1e9: lse is too coarse for P
 FAR = tl.constexpr(1048576.0)
 
 

@@ -7,6 +7,8 @@ brings them by TMA. At head_dim 32 there is more to do for exponentials than for
 scheduler, some exponentiate while others wait for their products, without any order among them.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from adatom.ops.attention.hopper_shared_bias import DIM, widened
@@ -64,12 +66,21 @@ def _sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr):
+def _unfit(Unfit):
+    """Whether a consumer of this program met a row whose first keys were no measure for the others."""
+    at = Unfit + gl.program_id(0) * (2 * SHARERS)
+    return (gl.load(at) | gl.load(at + 1) | gl.load(at + 2) | gl.load(at + 3)) != 0
+
+
+@gluon.jit
+def _producer(Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, EXACT: gl.constexpr):
     """Keeps the rings full."""
     q_s, k_s, v_s, bias_s = tiles
     q_full, q_empty, full, empty = bars
     heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
     bias_b, bias_h = several
+    if EXACT:
+        n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
@@ -94,8 +105,8 @@ def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.cons
 
 
 @gluon.jit
-def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr):
+def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
+              EVEN_N: gl.constexpr, EXACT: gl.constexpr, MOST: gl.constexpr):
     """Computes HALF rows of out and lse of a sharer, tile after tile."""
     q_s, k_s, v_s, bias_s = tiles
     q_full, q_empty, full, empty = bars
@@ -105,15 +116,20 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     zeros = gl.zeros([HALF, HALF], gl.float32, S)
+    EIGHT: gl.constexpr = HALF // 8
     n = 0
     turn = 0
+    if EXACT:
+        n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
+    unfit = gl.full([HALF], 0, gl.int32, ROWS)
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, m0, first = _tile(t, counts)
         i_q = slot(turn, Q_STAGES)
         wait_full(q_full, turn, Q_STAGES)
         q = q_s.index(i_q * (SHARERS * 2) + C)
         m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-        l = gl.full([HALF], 0.0, gl.float32, ROWS)
+        base = gl.full([HALF], 0.0, gl.float32, ROWS)
+        l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
         acc = gl.zeros([HALF, DIM], gl.float32, O)
         for n0 in range(0, len_k, BLOCK):
             i = slot(n, STAGES)
@@ -130,18 +146,28 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                     if n0 + BLOCK > len_k:
                         columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
                         s = gl.where(columns[None, :] < len_k, s, float("-inf"))
-                m_new = gl.maximum(m, gl.max(s, 1))
-                base = gl.where(m_new == float("-inf"), 0.0, m_new) * LOG2E  # rows that have seen nothing yet
+                if EXACT:
+                    m_new = gl.maximum(m, gl.max(s, 1))
+                    base = gl.where(m_new == float("-inf"), 0.0, m_new) * LOG2E  # rows that have seen nothing yet
+                    alpha = gl.exp2(m * LOG2E - base)
+                    m = m_new
+                    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                elif part == 0:
+                    if n0 == 0:
+                        m = gl.max(s, 1)
+                        m = gl.where(m == float("-inf"), 0.0, m)
+                        base = m * LOG2E
                 p = gl.exp2(s * LOG2E - base[:, None])
-                alpha = gl.exp2(m * LOG2E - base)
-                m = m_new
-                l = l * alpha + gl.sum(p, 1)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
                 p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
                 acc = warpgroup_mma(p16, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             release(empty, n, STAGES)
             n += 1
+        l = gl.convert_layout(gl.sum(l, 1), ROWS)
+        if not EXACT:
+            unfit |= gl.where((l > 0.0) & (l < MOST), 0, 1)
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
@@ -157,15 +183,17 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
         gl.barrier()
         release(q_empty, turn, Q_STAGES)
         turn += 1
+    if not EXACT:
+        gl.store(Unfit + gl.program_id(0) * (2 * SHARERS) + C, gl.max(unfit, 0))
 
 
 _COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _fwd_kernel(Q, K, V, Bias, Out, Lse, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q, len_k,
-                n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EARLY: gl.constexpr,
-                BLOCK_N: gl.constexpr, REGISTERS: gl.constexpr):
+def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q, len_k,
+                n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
+                MOST: gl.constexpr, EARLY: gl.constexpr, BLOCK_N: gl.constexpr, REGISTERS: gl.constexpr):
     """out and lse of tiles of 128 queries of two sharers.
 
     Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in `groups`
@@ -187,15 +215,22 @@ def _fwd_kernel(Q, K, V, Bias, Out, Lse, bias_b, bias_h, heads, repeats, bias_he
     counts = (heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (Out, Lse, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N)),
-        (_consumer, (Out, Lse, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N)),
-        (_consumer, (Out, Lse, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N)),
-        (_consumer, (Out, Lse, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N)),
-        (_producer, (Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_producer, (Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS, EXACT)),
     ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
-def _launch(x: Inputs, o: Options) -> Launch:
+class Launches(NamedTuple):
+    """The launches of one forward."""
+
+    main: Launch
+    again: Launch
+
+
+def _launches(x: Inputs, o: Options) -> Launches:
     call = Call(x, o)
     assert x.bias is not None
     n, dim = BLOCK.value, DIM.value
@@ -208,16 +243,22 @@ def _launch(x: Inputs, o: Options) -> Launch:
         groups, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EARLY": True,
-        "BLOCK_N": HALF.value, "REGISTERS": 112, "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EXACT": False,
+        "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "EARLY": True, "BLOCK_N": HALF.value,
+        "REGISTERS": 112, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {"Q": (n // 2, dim), "K": (n, dim), "V": (n, dim), "Bias": (n // 2, n), "Out": (n // 2, dim)}
-    return Launch(_fwd_kernel, min(n_tiles, call.device.sms), scalars, meta, 0, blocks)
+    programs = min(n_tiles, call.device.sms)
+    return Launches(
+        *(Launch(_fwd_kernel, programs, scalars, meta | {"EXACT": exact}, 0, blocks) for exact in (False, True))
+    )
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
-    launch = remembered(x, "fwd", lambda: _launch(x, o))
-    launch(x.q, x.k, x.v, x.bias, out, lse)
+    plan = remembered(x, "fwd", lambda: _launches(x, o))  # type: ignore[arg-type, return-value]
+    unfit = torch.empty(plan.main.programs * 2 * SHARERS.value, dtype=torch.int32, device=lse.device)
+    for launch in plan:
+        launch(x.q, x.k, x.v, x.bias, out, lse, unfit)
     return out, lse

@@ -151,9 +151,9 @@ def hopper_shared_fwd(p: Problem) -> str | None:
 
 def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
-    if not p.bias_grad:
-        return "gives the gradient of a bias along with dQ, and nobody wants it"
-    return hopper_shared_fwd(p)
+    if (why := hopper_shared_fwd(p)) is not None:
+        return why
+    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
 
 
 def _hopper_bwd_ever(p: Problem) -> str | None:
