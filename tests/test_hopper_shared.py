@@ -72,6 +72,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.x, self.at + more)
 
+    def load(self) -> Whole:
+        return Whole(self.x.view(-1)[self.at])
+
     def store(self, value: torch.Tensor, mask: torch.Tensor) -> None:
         at, value, mask = torch.broadcast_tensors(torch.as_tensor(self.at), value, mask)
         self.x.view(-1)[at[mask]] = value[mask].as_subclass(torch.Tensor)
@@ -102,7 +105,8 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language.barrier = lambda: None
     language.convert_layout = lambda x, layout, assert_trivial=False: x
     language.DotOperandLayout = lambda *a: None
-    language.store = lambda at, value, mask: at.store(value, mask)
+    language.store = lambda at, value, mask=torch.tensor(True): at.store(value, mask)  # noqa: B008
+    language.load = lambda at: at.load()
     names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2), "SCORES": None, "KEEP_NAN": None}
     for source in (bias_part, module):
         for name, value in vars(source).items():
@@ -132,7 +136,8 @@ def of_slices(x: Any) -> tuple[int, int, int, int, tuple[int, int]]:
     return batch // x.bias.shape[0], x.bias.shape[1], slices, batch * heads // slices, several  # type: ignore[return-value]
 
 
-def forward(x: Any, o: Any, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: Any, o: Any, programs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """out, lse, and whether the first pass was not enough."""
     batch, heads, len_q, _ = x.q.shape
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
@@ -143,7 +148,9 @@ def forward(x: Any, o: Any, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
     some = bias_heads < heads
     boxes = Box(x.q, 64, 32), Box(x.k, 128, 32), Box(x.v, 128, 32), Box(x.bias, 64, 128)
 
-    def roles(machine: Machine) -> dict[str, tuple[Any, ...]]:
+    unfit = torch.full((programs, 2 * n), -1, dtype=torch.int64)
+
+    def roles(machine: Machine, exact: bool) -> dict[str, tuple[Any, ...]]:
         ring, stages, turns = machine.barriers, fwd.STAGES.value, fwd.Q_STAGES.value
         tiles = (
             shared(HALF, turns * 2 * n, 64, 32), shared(HALF, stages * n, 128, 32), shared(HALF, stages * n, 128, 32),
@@ -151,13 +158,17 @@ def forward(x: Any, o: Any, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
         )  # fmt: skip
         bars = ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + 2), ring(stages, 2 * n)
         even = len_k % 128 == 0
-        return {"_producer": (*boxes, several, tiles, bars, counts, some)} | {
-            f"_consumer {c}": (Box(out, 64, 32), Pointer(lse), tiles, bars, counts, o.scale, c, some, even)
-            for c in range(2 * n)
+        options = (tiles, bars, counts)
+        into = Box(out, 64, 32), Pointer(lse), Pointer(unfit)
+        return {"_producer": (*boxes, into[2], several, *options, some, exact)} | {
+            f"_consumer {c}": (*into, *options, o.scale, c, some, even, exact, 2.0**100) for c in range(2 * n)
         }
 
-    run(fwd, programs, roles)
-    return out, lse
+    run(fwd, programs, lambda machine: roles(machine, False))
+    assert set(unfit.unique().tolist()) <= {0, 1}
+    if repeated := bool(unfit.any()):
+        run(fwd, programs, lambda machine: roles(machine, True))
+    return out, lse, repeated
 
 
 def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int):
@@ -221,21 +232,23 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
 
 
 CASES = (
-    ((4, 2), (1, 2), (130, 136), (32, 32)),
-    ((3, 2), (1, 1), (64, 264), (24, 32)),
-    ((4, 1), (2, 1), (200, 128), (32, 24)),
+    ((4, 2), (1, 2), (130, 136), (32, 32), True),
+    ((2, 2), (1, 2), (128, 264), (32, 32), False),
+    ((3, 2), (1, 1), (64, 264), (24, 32), True),
+    ((4, 1), (2, 1), (200, 128), (32, 24), True),
 )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_roles(case):
-    (batch, heads), shape, (len_q, len_k), (dim, dim_v) = case
+    (batch, heads), shape, (len_q, len_k), (dim, dim_v), masked = case
     torch.manual_seed(0)
     q, k = (torch.randn(batch, heads, n, dim).to(HALF) for n in (len_q, len_k))
     v, dout = (torch.randn(batch, heads, n, dim_v).to(HALF) for n in (len_k, len_q))
     bias = torch.randn(*shape, len_q, len_k).to(HALF)
-    bias[..., 3, :] = -math.inf  # sees nothing
-    bias[..., 5, :90] = -1e9
+    if masked:
+        bias[..., 3, :] = -math.inf  # sees nothing
+        bias[..., 5, :90] = -1e9
     x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
     exact = x._replace(q=q.double(), k=k.double(), v=v.double(), bias=bias.double())
     out, lse = reference.forward(exact, o)
@@ -243,7 +256,8 @@ def test_roles(case):
     delta = (out * dout.double()).sum(-1)
     if dim == dim_v:
         for programs in (1, 3):
-            got, got_lse = forward(x, o, programs)
+            got, got_lse, repeated = forward(x, o, programs)
+            assert repeated == masked
             assert ((got.double() - out).norm() / out.norm()).item() < 0.01
             assert torch.allclose(got_lse.double(), lse, atol=1e-4)
     for programs, parts in ((1, 1), (3, 2)):
