@@ -41,7 +41,7 @@ HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a tim
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
-_SPILL = 0
+_SPILL = 128
 RED = False
 WHERE = 0
 

@@ -41,6 +41,7 @@ HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a tim
 SHARERS = gl.constexpr(2)  # that work beside each other
 STAGES = gl.constexpr(3)  # buffers of keys, values and bias
 Q_STAGES = gl.constexpr(2)
+_SPILL = 64
 
 
 @gluon.jit
@@ -193,7 +194,7 @@ _COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "len_q", "len_k
 @gluon.jit(do_not_specialize=_COUNTS)
 def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q, len_k,
                 n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
-                MOST: gl.constexpr, EARLY: gl.constexpr, BLOCK_N: gl.constexpr, REGISTERS: gl.constexpr):
+                MOST: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """out and lse of tiles of 128 queries of two sharers.
 
     Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in `groups`
@@ -244,13 +245,13 @@ def _launches(x: Inputs, o: Options) -> Launches:
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EXACT": False,
-        "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "EARLY": True, "BLOCK_N": HALF.value,
-        "REGISTERS": 112, "num_warps": 4, "launch_pdl": True,
+        "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "EARLY": True, "REGISTERS": 112, "num_warps": 4,
+        "launch_pdl": True,
     }  # fmt: skip
     blocks = {"Q": (n // 2, dim), "K": (n, dim), "V": (n, dim), "Bias": (n // 2, n), "Out": (n // 2, dim)}
     programs = min(n_tiles, call.device.sms)
     return Launches(
-        *(Launch(_fwd_kernel, programs, scalars, meta | {"EXACT": exact}, 0, blocks) for exact in (False, True))
+        *(Launch(_fwd_kernel, programs, scalars, meta | {"EXACT": exact}, _SPILL, blocks) for exact in (False, True))
     )
 
 
