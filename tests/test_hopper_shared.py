@@ -14,12 +14,13 @@ pytest.importorskip("triton.experimental.gluon")
 
 from test_hopper_deep import Machine, Shared, Tensor4, play, register  # noqa: E402
 
-from adatom.device import Device  # noqa: E402
+from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
-from adatom.ops.attention import reference  # noqa: E402
+from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
+from adatom.ops.attention.problem import problem  # noqa: E402
 
 H100 = Device("cuda", 90, 132, 232448)
 HALF, F32 = torch.bfloat16, torch.float32
@@ -221,7 +222,7 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
         even = len_k % 128 == 0
         options = (tiles, bars, slices, counts)
         return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
-            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged, False, 0)
+            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged)
             for c in range(2)
         }
 
@@ -265,3 +266,46 @@ def test_roles(case):
         for name, got, true in zip(("dq", "dk", "dv", "dbias"), results, want):
             error = ((got.double() - true).norm() / true.norm()).item()
             assert error < 0.01, (name, error)
+
+
+def test_far_queries_are_left_to_the_exact_pass():
+    """Keys masked at the beginning are no measure for those behind; keys masked at the end are none of its concern."""
+    for at, repeats in ((slice(0, 64), True), (slice(64, 200), False)):
+        q, k, v = (torch.randn(2, 1, 128, 32).to(HALF), *(torch.randn(2, 2, 1, 200, 32).to(HALF)))
+        bias = torch.randn(1, 1, 128, 200).to(HALF)
+        bias[..., 7, at] = -1e9
+        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+        exact = x._replace(q=q.double(), k=k.double(), v=v.double(), bias=bias.double())
+        out, lse = reference.forward(exact, o)
+        got, got_lse, repeated = forward(x, o, 1)
+        assert repeated == repeats
+        assert ((got.double() - out).norm() / out.norm()).item() < 0.01
+        assert torch.allclose(got_lse.double(), lse, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, forward_word, backward_word",
+    [
+        ({}, None, None),
+        ({"length": 300}, None, "below 512"),
+        ({"length": 200}, "256", "256"),
+        ({"batch": 8}, "16 batch", "16 batch"),
+        ({"dim": 40}, "head_dims", "head_dims"),
+        ({"causal": True}, "no mask", "no mask"),
+        ({"bias_heads": 4, "bias_batch": 32}, "share", "share"),
+        ({"bias_dtype": F32}, "q's dtype", "q's dtype"),
+        ({"bias_grad": False}, None, "nobody wants"),
+    ],
+    ids=str,
+)
+def test_limits(options, forward_word, backward_word):
+    n, batch, dim = options.get("length", 512), options.get("batch", 32), options.get("dim", 32)
+    q = torch.empty(batch, 4, n, dim, dtype=HALF, device="meta")
+    shape = options.get("bias_batch", 1), options.get("bias_heads", 4), n, -(-n // 8) * 8
+    bias = torch.empty(shape, dtype=options.get("bias_dtype", HALF), device="meta")[..., :n]
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias, causal=options.get("causal", False))
+        posed = problem(x, o, options.get("bias_grad", True))
+    for unfit, word in ((limits.hopper_shared_fwd, forward_word), (limits.hopper_shared_bwd, backward_word)):
+        why = unfit(posed)
+        assert (why is None) if word is None else word in why, why

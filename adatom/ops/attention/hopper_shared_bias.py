@@ -42,8 +42,6 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
 _SPILL = 128
-RED = False
-WHERE = 0
 
 
 @gluon.jit
@@ -119,14 +117,6 @@ def _product(left, right, i, H: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _bias_of(tile, held, H: gl.constexpr, WHERE: gl.constexpr):
-    if WHERE == 1:
-        return held
-    else:
-        return tile.slice(H * HALF, HALF, dim=1).load(SCORES)
-
-
-@gluon.jit
 def _probabilities(s, bias, lse, unit, EVEN_N: gl.constexpr):
     """P from a product, a bias and lse in log2 units."""
     s = s * unit + (widened(bias) * LOG2E - lse[:, None])
@@ -144,7 +134,7 @@ def _in_rows(x):
 
 @gluon.jit
 def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr, RED: gl.constexpr, WHERE: gl.constexpr):
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
     """Sums HALF rows of every tile. While one half of its columns is worked on, products of the other, of this sharer
     or the next, are made. Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
@@ -162,11 +152,6 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
         piece, part, m0, n0, first, end = _tile(t, slices, counts)
         tile = bias_s.index(C)
         wait_full(bias_full, turn, 1)
-        held_low = 0.0
-        held_high = 0.0
-        if WHERE == 1:
-            held_low = tile.slice(0, HALF, dim=1).load(SCORES)
-            held_high = tile.slice(HALF, HALF, dim=1).load(SCORES)
         low = gl.zeros([HALF, HALF], gl.float32, SCORES)
         high = gl.zeros([HALF, HALF], gl.float32, SCORES)
         if first < end:
@@ -179,7 +164,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dp = _product(do_s, v_s, i, 0, C)
             lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
-            p = _probabilities(s, _bias_of(tile, held_low, 0, WHERE), lse, unit, EVEN_N)
+            p = _probabilities(s, tile.slice(0, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
             s_high = _product(q_s, k_s, i, 1, C)
             dp = warpgroup_mma_wait(1, deps=(dp,))  # dP, S
             ds = p * (dp - delta[:, None])
@@ -188,7 +173,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dq = warpgroup_mma(ds16, k.slice(0, HALF, dim=0), zeros, use_acc=False, is_async=True)
             dp_high = _product(do_s, v_s, i, 1, C)
             s_high = warpgroup_mma_wait(2, deps=(s_high,))  # S, dQ, dP
-            p = _probabilities(s_high, _bias_of(tile, held_high, 1, WHERE), lse, unit, EVEN_N)
+            p = _probabilities(s_high, tile.slice(HALF, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
             if r + 1 < end:
                 wait_full(full, n + 1, STAGES)
             s = _product(q_s, k_s, slot(n + 1, STAGES), 0, C)  # behind the last, of whatever lies there
@@ -201,16 +186,10 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             release(empty, n, STAGES)
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-            x = _in_rows(dq)
-            if RED:
-                line = gl.arange(0, DIM // 2, gl.SliceLayout(1, x.type.layout))[:, None] * 128
-                column = gl.arange(0, 128, gl.SliceLayout(0, x.type.layout))[None, :]
-                gl.atomic_add(DQ + row.to(gl.int64) * 128 + (line + column), x, sem="relaxed")
-            else:
-                tma.store_wait(0)  # what was added last has left shared memory
-                dq_s.index(C).store(x)
-                fence_async_shared()
-                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            tma.store_wait(0)  # what was added last has left shared memory
+            dq_s.index(C).store(_in_rows(dq))
+            fence_async_shared()
+            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -239,7 +218,7 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 @gluon.jit(do_not_specialize=_COUNTS)
 def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
                  parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
-                 STAGED: gl.constexpr, EARLY: gl.constexpr, RED: gl.constexpr, WHERE: gl.constexpr):
+                 STAGED: gl.constexpr, EARLY: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k); dQ, unscaled, is added to a float32 sum.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
@@ -267,8 +246,8 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, RED, WHERE)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, RED, WHERE)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -288,14 +267,12 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged, "EARLY": True,
-        "RED": RED, "WHERE": WHERE, "num_warps": 4, "launch_pdl": True,
+        "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n),
+        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
     }  # fmt: skip
-    if not RED:
-        blocks["DQ"] = (dim // 2, 128)
     if staged:
         blocks["DBias"] = (n // 2, n)
     return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)

@@ -250,7 +250,7 @@ def backward(
     if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
         dout = dout.contiguous()  # for TMA
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))  # type: ignore[arg-type, return-value]
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
     total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
     plan.before(out, dout, lse, dlse, rows, delta, total)

@@ -8,7 +8,7 @@ from adatom.ops.attention.triton_call import Call
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import LOG2E, after_previous, at, load_tile
 
-# a query with lse below -FAR sees nothing but keys masked by a finite bias, as -1e9: lse is too coarse for P
+# a query with lse as far from 0 sees nothing but keys masked by a finite bias, as -1e9: lse is too coarse for its P
 FAR = tl.constexpr(1048576.0)
 
 
@@ -38,7 +38,7 @@ def _ahead_kernel(Out, DOut, Lse, DLse, Rows, Delta, Sum, stride_ob, stride_oh, 
     if DLSE:
         delta -= tl.load(DLse + at_q, mask=some, other=0.0)
     lse = tl.load(Lse + at_q, mask=some, other=float("-inf"))
-    lse = tl.where(lse < -FAR, float("inf"), lse * LOG2E)
+    lse = tl.where(tl.abs(lse) > FAR, float("inf"), lse * LOG2E)
     at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
     tl.store(Rows + at_padded, lse)
     tl.store(Delta + at_padded, delta)

@@ -5,6 +5,11 @@ Each of four consumer warpgroups owns 64 queries: two of them the same 128 of on
 so that a tile of the bias is read once for two sharers, and one of keys and values for 128 queries. A producer warp
 brings them by TMA. At head_dim 32 there is more to do for exponentials than for products: with four warps for a
 scheduler, some exponentiate while others wait for their products, without any order among them.
+
+A row's maximum over its first 64 keys is subtracted from all of its scores, so that nothing need be scaled anew: P of
+16 bits and float32 sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did
+not, or a row saw nothing, its program does all of its tiles again with running maxima, in a second launch of the same
+kernel, which otherwise ends at once. Which of the two a row's numbers come from does not vary from run to run.
 """
 
 from typing import NamedTuple
@@ -192,8 +197,8 @@ _COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "len_q", "len_k
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q, len_k,
-                n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
+def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q,
+                len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
                 MOST: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """out and lse of tiles of 128 queries of two sharers.
 
@@ -258,7 +263,7 @@ def _launches(x: Inputs, o: Options) -> Launches:
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
-    plan = remembered(x, "fwd", lambda: _launches(x, o))  # type: ignore[arg-type, return-value]
+    plan = remembered(x, "fwd", lambda: _launches(x, o))
     unfit = torch.empty(plan.main.programs * 2 * SHARERS.value, dtype=torch.int32, device=lse.device)
     for launch in plan:
         launch(x.q, x.k, x.v, x.bias, out, lse, unfit)

@@ -144,8 +144,8 @@ def hopper_shared_fwd(p: Problem) -> str | None:
         return "takes no mask, softcap, sinks, kv_lens or packed sequences"
     if not p.tma or not p.bias_tma:
         return "needs contiguous keys of the bias, and addresses and strides that are multiples of 16 bytes"
-    if p.least_length < 128 or p.batch * p.heads * p.seqlen_q < 128 * 264:
-        return "has too few tiles of 128 queries of two sharers to fill the GPU, or lengths below 128"
+    if p.least_length < 256 or p.batch < 16 or p.batch * p.heads * p.seqlen_q < 256 * p.device.sms:
+        return "is for 16 batch elements or more, 256 queries and keys or more, and enough of them to fill the GPU"
     return None
 
 
@@ -153,7 +153,9 @@ def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
     if (why := hopper_shared_fwd(p)) is not None:
         return why
-    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
+    if not p.bias_grad:
+        return "makes dQ along with the gradient of the bias, which nobody wants"
+    return "was as slow as programs that have whole heads at lengths below 512" if p.least_length < 512 else None
 
 
 def _hopper_bwd_ever(p: Problem) -> str | None:

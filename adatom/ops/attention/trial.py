@@ -348,7 +348,8 @@ COMPILE_TILE: tuple[Case, ...] = (
         )
     ),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
-    Case("f16 24 rows", 64, 4, 4, 390, 392, 24, 32, F16, bias="11qk"),
+    Case("bf16 32 rows", 64, 4, 4, 512, 512, 32, 32, BF16, bias="1hqk"),
+    Case("f16 24 rows", 64, 4, 4, 520, 528, 24, 32, F16, bias="11qk"),
     Case("bf16 32 whole heads f32 bias", 64, 4, 4, 512, 512, 32, 32, BF16, **_MOST_SHARED_MEMORY),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
 )
@@ -366,7 +367,7 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
-QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
+QUICK_TILES = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads", "bf16 32 rows")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
