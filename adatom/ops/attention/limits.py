@@ -155,6 +155,36 @@ def hopper_deep_fwd(p: Problem) -> str | None:
     return None
 
 
+def hopper_shared_fwd(p: Problem) -> str | None:
+    """The Gluon forward to head_dim 32 under a full bias that many share: sm_90, what TMA can read, no masks."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    if p.bias != "full" or p.bias_dtype != p.dtype or not p.bias_shared:
+        return "takes a full bias of q's dtype that several (batch, head) share"
+    if any(d % 8 or not 8 <= d <= 32 for d in (p.head_dim, p.head_dim_v)):
+        return f"head_dims must be multiples of 8 from 8 to 32; got {p.head_dim}, v's {p.head_dim_v}"
+    if p.kv_heads != p.heads:
+        return "takes as many heads of k and v as of q"
+    if p.causal or p.window or p.softcap or p.sinks or p.kv_lens or p.varlen:
+        return "takes no mask, softcap, sinks, kv_lens or packed sequences"
+    if not p.tma or not p.bias_tma:
+        return "needs contiguous keys of the bias, and addresses and strides that are multiples of 16 bytes"
+    if p.least_length < 256 or p.batch < 16 or p.batch * p.heads * p.seqlen_q < 256 * p.device.sms:
+        return "is for 16 batch elements or more, 256 queries and keys or more, and enough of them to fill the GPU"
+    return None
+
+
+def hopper_shared_bwd(p: Problem) -> str | None:
+    """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
+    if (why := hopper_shared_fwd(p)) is not None:
+        return why
+    if not p.bias_grad:
+        return "makes dQ along with the gradient of the bias, which nobody wants"
+    return "was as slow as programs that have whole heads at lengths below 512" if p.least_length < 512 else None
+
+
 def _hopper_bwd_ever(p: Problem) -> str | None:
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"

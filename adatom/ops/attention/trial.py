@@ -359,6 +359,8 @@ COMPILE_TILE: tuple[Case, ...] = (
     ),
     Case("bf16 64 few full", 4, 16, 2, 8, 512, 64, 64, BF16),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
+    Case("bf16 32 rows", 64, 4, 4, 512, 512, 32, 32, BF16, bias="1hqk"),
+    Case("f16 24 rows", 64, 4, 4, 520, 528, 24, 32, F16, bias="11qk"),
     Case("bf16 32 whole heads f32 bias", 64, 4, 4, 512, 512, 32, 32, BF16, **_MOST_SHARED_MEMORY),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
 )
@@ -377,7 +379,7 @@ QUICK_CASES = (
     "bf16 64 varlen causal",
 )
 QUICK_TILES: tuple[str, ...] = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
-QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8")
+QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:

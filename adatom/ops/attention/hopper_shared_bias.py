@@ -1,0 +1,278 @@
+"""dQ and the gradient of a full bias that many (batch, head) share, on Hopper (Gluon) to head_dim 32.
+
+    dS = P (dO V^T - delta);  P = exp(S + bias - lse);  dbias = sum dS;  dQ = scale dS K
+
+A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
+stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
+left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
+it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum,
+and their parts are added afterwards.
+"""
+
+import torch
+from triton.language.core import PropagateNan
+
+from adatom.ops.attention.triton_call import Call
+from adatom.tiles.hopper import (
+    LOG2E,
+    Launch,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    load_tile,
+    load_tile_and_numbers,
+    make_barriers,
+    make_tiles,
+    release,
+    slot,
+    store_tile,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+DIM = gl.constexpr(32)  # head_dim in memory
+BLOCK = gl.constexpr(128)  # queries and keys of a tile
+HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
+KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
+_SPILL = 128
+
+
+@gluon.jit
+def sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
+    """(batch, head) number r of those that share a slice of the bias. SHARED_HEADS: it serves all heads."""
+    heads, repeats, bias_heads, _, _, _, _, _, _ = counts
+    if SHARED_HEADS:
+        return piece * repeats + r // heads, r % heads
+    else:
+        return piece // bias_heads * repeats + r, piece % bias_heads
+
+
+@gluon.jit
+def widened(x):
+    """A tile of 16 bits in float32. Of bfloat16, whose pairs the compiler takes apart in three steps, in two."""
+    if x.dtype == gl.bfloat16:
+        asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(asm, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def _tile(t, slices, counts):
+    """(slice of the bias, part, first query, first key, first and end of the sharers) of tile t."""
+    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, _ = counts
+    n_m = (len_q + BLOCK - 1) // BLOCK
+    n_n = (len_k + BLOCK - 1) // BLOCK
+    m0 = t // n_n % n_m * BLOCK
+    n0 = t % n_n * BLOCK
+    piece = t // (n_m * n_n)
+    part = piece // slices
+    share = (shared + parts - 1) // parts
+    first = part * share
+    return piece - part * slices, part, m0, n0, first, gl.minimum(first + share, shared)
+
+
+@gluon.jit
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr):
+    """Keeps the rings full."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _ = tiles
+    full, empty, bias_full, bias_empty = bars
+    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
+    bias_b, bias_h = several
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, _part, m0, n0, first, end = _tile(t, slices, counts)
+        wait_empty(bias_empty, turn, 1)
+        for c in gl.static_range(2):
+            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
+                      bias_full.index(0), bias_s.index(c))
+        for r in range(first, end):
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
+            row = (b * heads + h) * padded + m0
+            i = slot(n, STAGES)
+            wait_empty(empty, n, STAGES)
+            load_tile_and_numbers(Q, b, h, m0, Lse, row, full.index(i), q_s.index(i), lse_s.index(i))
+            load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i))
+            load_tile_and_numbers(DOut, b, h, m0, Delta, row, full.index(i), do_s.index(i), delta_s.index(i))
+            load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i))
+            n += 1
+        turn += 1
+
+
+@gluon.jit
+def _product(left, right, i, H: gl.constexpr, C: gl.constexpr):
+    """Begin to multiply the queries' tile of this consumer by half H of the keys', [HALF, HALF], of buffer i."""
+    zeros = gl.zeros([HALF, HALF], gl.float32, SCORES)
+    x = left.index(i).slice(C * HALF, HALF, dim=0)
+    y = right.index(i).slice(H * HALF, HALF, dim=0).permute((1, 0))
+    return warpgroup_mma(x, y, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _probabilities(s, bias, lse, unit, EVEN_N: gl.constexpr):
+    """P from a product, a bias and lse in log2 units."""
+    s = s * unit + (widened(bias) * LOG2E - lse[:, None])
+    if not EVEN_N:  # keys beyond the last: 0, whose P must not become infinite
+        s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
+    return gl.exp2(s)
+
+
+@gluon.jit
+def _in_rows(x):
+    """A consumer's [64, 32] accumulator as [16, 128], where a thread holds 16 bytes in a row and a warp 512, so that
+    nothing moves between threads."""
+    return x.reshape([4, 2, 8, DIM // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([DIM // 2, 128])
+
+
+@gluon.jit
+def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
+    """Sums HALF rows of every tile. While one half of its columns is worked on, products of the other, of this sharer
+    or the next, are made. Comments at waits name the products under way, the eldest first."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
+    full, empty, bias_full, bias_empty = bars
+    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
+    unit = scale * LOG2E
+    blocks = padded // BLOCK
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, part, m0, n0, first, end = _tile(t, slices, counts)
+        tile = bias_s.index(C)
+        wait_full(bias_full, turn, 1)
+        low = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        high = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        if first < end:
+            wait_full(full, n, STAGES)
+        s = _product(q_s, k_s, slot(n, STAGES), 0, C)  # of nothing, if nobody shares the tile
+        s = warpgroup_mma_wait(0, deps=(s,))
+        for r in range(first, end):
+            i = slot(n, STAGES)
+            k = k_s.index(i)
+            dp = _product(do_s, v_s, i, 0, C)
+            lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
+            delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
+            p = _probabilities(s, tile.slice(0, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
+            s_high = _product(q_s, k_s, i, 1, C)
+            dp = warpgroup_mma_wait(1, deps=(dp,))  # dP, S
+            ds = p * (dp - delta[:, None])
+            low += ds
+            ds16 = gl.convert_layout(ds.to(k.dtype), OPERAND, assert_trivial=True)
+            dq = warpgroup_mma(ds16, k.slice(0, HALF, dim=0), zeros, use_acc=False, is_async=True)
+            dp_high = _product(do_s, v_s, i, 1, C)
+            s_high = warpgroup_mma_wait(2, deps=(s_high,))  # S, dQ, dP
+            p = _probabilities(s_high, tile.slice(HALF, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
+            if r + 1 < end:
+                wait_full(full, n + 1, STAGES)
+            s = _product(q_s, k_s, slot(n + 1, STAGES), 0, C)  # behind the last, of whatever lies there
+            dp_high, dq = warpgroup_mma_wait(1, deps=(dp_high, dq))  # dQ, dP, S
+            ds = p * (dp_high - delta[:, None])
+            high += ds
+            ds16 = gl.convert_layout(ds.to(k.dtype), OPERAND, assert_trivial=True)
+            dq = warpgroup_mma(ds16, k.slice(HALF, HALF, dim=0), dq, is_async=True)
+            s, dq = warpgroup_mma_wait(0, deps=(s, dq))  # S, dQ
+            release(empty, n, STAGES)
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
+            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
+            tma.store_wait(0)  # what was added last has left shared memory
+            dq_s.index(C).store(_in_rows(dq))
+            fence_async_shared()
+            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            n += 1
+        m0 += C * HALF
+        if STAGED:
+            tile.slice(0, HALF, dim=1).store(low.to(tile.dtype))
+            tile.slice(HALF, HALF, dim=1).store(high.to(tile.dtype))
+            fence_async_shared()
+            store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
+            tma.store_wait(0)
+            gl.barrier()
+        else:
+            X = DBias + (part * slices + piece).to(gl.int64) * len_q * len_k
+            rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
+            columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
+            at = rows.to(gl.int64) * len_k + columns
+            gl.store(X + at, low.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
+            columns += HALF
+            gl.store(X + at + HALF, high.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
+        release(bias_empty, turn, 1)
+        turn += 1
+    tma.store_wait(0)
+
+
+_COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles"]
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
+                 parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
+                 STAGED: gl.constexpr, EARLY: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k); dQ, unscaled, is added to a float32 sum.
+
+    Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
+    (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
+    bias_h: 0 along expanded dimensions. DQ: float32 [-1, 128], pieces [16, 128] by batch, head, 64 queries.
+    """
+    q_s = make_tiles(Q, STAGES)
+    k_s = make_tiles(K, STAGES)
+    do_s = make_tiles(DOut, STAGES)
+    v_s = make_tiles(V, STAGES)
+    bias_s = make_tiles(Bias, 2)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
+    PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], PIECE)
+    full = make_barriers(STAGES, 4)
+    empty = make_barriers(STAGES, 2)
+    bias_full = make_barriers(1, 2)
+    bias_empty = make_barriers(1, 2)
+    fence_async_shared()
+    let_next(EARLY)
+    wait_for_previous(EARLY)
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
+    bars = (full, empty, bias_full, bias_empty)
+    counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
+    several = (bias_b, bias_h)
+    gl.warp_specialize([
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
+    """The launch for q, k, v, bias, dout, lse, delta, the sum of dQ, and dbias."""
+    n, dim = BLOCK.value, DIM.value
+    slices = bias.shape[0] * bias.shape[1]
+    shared = call.batch * call.heads // slices
+    tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
+    parts = max(1, min(shared // 4, call.device.sms // tiles))
+    parts = -(-shared // -(-shared // parts))  # each has something to add
+    staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    scalars = (
+        *(int(stride > 0) for stride in call.bias_strides[:2]), slices, call.heads, call.repeats, bias.shape[1], shared,
+        parts, padded, call.len_q, call.len_k, tiles * parts, call.scale,
+    )  # fmt: skip
+    meta = {
+        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged, "EARLY": True,
+        "num_warps": 4, "launch_pdl": True,
+    }  # fmt: skip
+    blocks = {
+        "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
+        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
+    }  # fmt: skip
+    if staged:
+        blocks["DBias"] = (n // 2, n)
+    return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)

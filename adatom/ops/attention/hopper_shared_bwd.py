@@ -1,0 +1,260 @@
+"""Attention backward on Hopper (Gluon) to head_dim 32, where many (batch, head) share a full bias whose gradient is
+wanted, as in triangle attention.
+
+    P = exp(S + bias - lse);  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dV = P^T dO
+
+This kernel gives dK and dV; that of hopper_shared_bias.py dQ and the gradient of the bias. Each of three consumer
+warpgroups owns 64 keys of a sharer of its own, and all of them walk over the same tiles of the bias, so that a tile is
+read once for three. S^T and dP^T are formed transposed: P^T and dS^T stay in registers, and consumers never meet. With
+three warps for a scheduler, one exponentiates while others wait for their products.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from adatom.ops.attention.hopper_bwd_ends import ends
+from adatom.ops.attention.hopper_shared_bias import DIM, sharer, sums_launch, widened
+from adatom.ops.attention.hopper_shared_ends import ahead
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.triton_call import Call, remembered
+from adatom.ops.attention.triton_sum import sum_of_parts
+from adatom.tiles import launch
+from adatom.tiles.hopper import (
+    LOG2E,
+    Launch,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    load_tile,
+    load_tile_and_numbers,
+    make_barriers,
+    make_tiles,
+    release,
+    slot,
+    store_tile,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK_M = gl.constexpr(128)  # queries of a buffer
+PART = gl.constexpr(64)  # those worked on at a time
+KEYS = gl.constexpr(64)  # of a consumer
+SHARERS = gl.constexpr(3)  # that work beside each other
+STAGES = gl.constexpr(2)  # buffers of queries, dO and bias
+KV_STAGES = gl.constexpr(2)
+_SPILL = 0
+
+
+@gluon.jit
+def _tile(t, counts):
+    """(slice of the bias, first key, first sharer) of tile t: the keys of a few sharers follow each other."""
+    heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
+    n_n = (len_k + KEYS - 1) // KEYS
+    group = t // n_n
+    piece = group // groups
+    return piece, (t - group * n_n) * KEYS, (group - piece * groups) * SHARERS
+
+
+@gluon.jit
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr):
+    """Keeps the rings full. Beyond the last sharer, the last one comes again."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
+    full, empty, kv_full, kv_empty = bars
+    heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
+    bias_b, bias_h = several
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, n0, first = _tile(t, counts)
+        i_kv = slot(turn, KV_STAGES)
+        wait_empty(kv_empty, turn, KV_STAGES)
+        for c in gl.static_range(SHARERS):
+            b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
+            load_tile(K, b, h, n0, 0, kv_full.index(i_kv), k_s.index(i_kv * SHARERS + c))
+            load_tile(V, b, h, n0, 0, kv_full.index(i_kv), v_s.index(i_kv * SHARERS + c))
+        for m0 in range(0, len_q, BLOCK_M):
+            i = slot(n, STAGES)
+            wait_empty(empty, n, STAGES)
+            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, n0, full.index(i),
+                      bias_s.index(i))
+            for c in gl.static_range(SHARERS):
+                b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
+                row = (b * heads + h) * padded + m0
+                load_tile_and_numbers(Q, b, h, m0, Lse, row, full.index(i), q_s.index(i * SHARERS + c),
+                                      lse_s.index(i * SHARERS + c))
+                load_tile_and_numbers(DOut, b, h, m0, Delta, row, full.index(i), do_s.index(i * SHARERS + c),
+                                      delta_s.index(i * SHARERS + c))
+            n += 1
+        turn += 1
+
+
+@gluon.jit
+def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr):
+    """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
+    first."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
+    full, empty, kv_full, kv_empty = bars
+    heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
+    PARTS: gl.constexpr = BLOCK_M // PART
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, S)
+    zeros = gl.zeros([KEYS, PART], gl.float32, S)
+    unit = scale * LOG2E
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, n0, first = _tile(t, counts)
+        wait_full(kv_full, turn, KV_STAGES)
+        k_tile = k_s.index(slot(turn, KV_STAGES) * SHARERS + C)
+        v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
+        k = k_tile
+        v = v_tile
+        dk = gl.zeros([KEYS, DIM], gl.float32, GRAD)
+        dv = gl.zeros([KEYS, DIM], gl.float32, GRAD)
+        for m0 in range(0, len_q, BLOCK_M):
+            i = slot(n, STAGES)
+            wait_full(full, n, STAGES)
+            for part in gl.static_range(PARTS):
+                q = q_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
+                do = do_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
+                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                if part > 0:  # dV, dK, S, dP
+                    s, dv, dk = warpgroup_mma_wait(1, deps=(s, dv, dk))
+                else:  # S, dP
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
+                lse = lse_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
+                x = widened(bias) * LOG2E - lse[None, :]
+                p = gl.exp2(s * unit + x)
+                p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
+                delta = delta_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
+                dp = warpgroup_mma_wait(1, deps=(dp,))  # dP, dV
+                ds = p * (dp - delta[None, :])
+                ds16 = gl.convert_layout(ds.to(q.dtype), OPERAND, assert_trivial=True)
+                dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+            release(empty, n, STAGES)
+            n += 1
+        k_tile.store((dk * scale).to(DK.dtype))
+        v_tile.store(dv.to(DV.dtype))
+        fence_async_shared()
+        b, h = sharer(gl.minimum(first + C, shared - 1), piece, counts, SHARED_HEADS)
+        store_tile(DK, b, h, n0, 0, k_tile)
+        store_tile(DV, b, h, n0, 0, v_tile)
+        tma.store_wait(0)
+        gl.barrier()
+        release(kv_empty, turn, KV_STAGES)
+        turn += 1
+
+
+_COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles"]
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, bias_b, bias_h, heads, repeats, bias_heads, shared, groups,
+                 padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EARLY: gl.constexpr,
+                 REGISTERS: gl.constexpr):
+    """dK and dV of tiles of 64 keys of three sharers.
+
+    Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
+    (batch, head), of consecutive batch elements, `repeats` of them, in `groups` of three; its number is multiplied by
+    bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    """
+    q_s = make_tiles(Q, STAGES * SHARERS)
+    k_s = make_tiles(K, KV_STAGES * SHARERS)
+    do_s = make_tiles(DOut, STAGES * SHARERS)
+    v_s = make_tiles(V, KV_STAGES * SHARERS)
+    bias_s = make_tiles(Bias, STAGES)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Delta.layout)
+    full = make_barriers(STAGES, 1 + 2 * SHARERS)
+    empty = make_barriers(STAGES, SHARERS)
+    kv_full = make_barriers(KV_STAGES, 2 * SHARERS)
+    kv_empty = make_barriers(KV_STAGES, SHARERS)
+    fence_async_shared()
+    let_next(EARLY)
+    wait_for_previous(EARLY)
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s)
+    bars = (full, empty, kv_full, kv_empty)
+    counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
+    several = (bias_b, bias_h)
+    gl.warp_specialize([
+        (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS)),
+        (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS)),
+        (_consumer, (DK, DV, tiles, bars, counts, scale, 2, SHARED_HEADS)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, SHARED_HEADS)),
+    ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+
+
+class Launches(NamedTuple):
+    """The launches of one backward, and the sizes of what they share."""
+
+    before: launch.Launch
+    keys: Launch
+    sums: Launch
+    behind: launch.Launch
+    blocks: int  # of 128 queries, of all heads
+
+
+def _launches(
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool
+) -> Launches:  # fmt: skip
+    call = Call(x, o)
+    assert x.bias is not None
+    m, n, dim = BLOCK_M.value, KEYS.value, DIM.value
+    n_m = -(-call.len_q // m)
+    before = ahead(call, dim, m, out, dout, dlse)
+    _, behind = ends(call, dim, m, out, dout, dq)
+    slices = x.bias.shape[0] * x.bias.shape[1]
+    shared = call.batch * call.heads // slices
+    groups = -(-shared // SHARERS.value)
+    n_tiles = -(-call.len_k // n) * slices * groups
+    scalars = (
+        *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.repeats, x.bias.shape[1], shared,
+        groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
+    )  # fmt: skip
+    meta = {
+        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EARLY": True, "REGISTERS": 160, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
+    blocks = {
+        "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,), "Bias": (m, n),
+        "DK": (n, dim), "DV": (n, dim),
+    }  # fmt: skip
+    keys = Launch(_keys_kernel, min(n_tiles, call.device.sms), scalars, meta, _SPILL, blocks)
+    n_blocks = n_m * call.heads * call.batch
+    return Launches(before, keys, sums_launch(call, x.bias, n_m * m), behind, n_blocks)
+
+
+def backward(
+    x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    wanted: bool,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, dbias, None. dq is summed in an order that varies from run to run."""
+    bias = x.bias
+    assert bias is not None and wanted
+    dlse = None if dlse is None else dlse.contiguous()
+    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
+        dout = dout.contiguous()  # for TMA
+    dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
+    rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
+    total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
+    plan.before(out, dout, lse, dlse, rows, delta, total)
+    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
+    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, dk, dv)
+    plan.behind(total, dq, x.cu_seqlens_q)
+    return dq, dk, dv, dbias, None

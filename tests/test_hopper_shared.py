@@ -1,0 +1,311 @@
+"""The Hopper kernels for a bias that many (batch, head) share, run as Python: their roles as threads that meet at
+barriers, as tests/test_hopper_deep.py runs those of another kernel."""
+
+from __future__ import annotations
+
+import math
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_hopper_deep import Machine, Shared, Tensor4, play, register  # noqa: E402
+
+from adatom.device import Device, pretend  # noqa: E402
+from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
+from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
+from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
+from adatom.ops.attention import limits, reference  # noqa: E402
+from adatom.ops.attention.api import inputs_of  # noqa: E402
+from adatom.ops.attention.problem import problem  # noqa: E402
+
+H100 = Device("cuda", 90, 132, 232448)
+HALF, F32 = torch.bfloat16, torch.float32
+
+
+class Tile(Shared):
+    """Shared memory as it lies: views of one tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.shape, self.dtype = x, list(x.shape), x.dtype
+
+    @property
+    def flat(self) -> torch.Tensor:  # type: ignore[override]
+        return self.x.view(-1)
+
+    def index(self, i: int) -> Tile:
+        assert 0 <= i < len(self.x)
+        return Tile(self.x[i])
+
+    def slice(self, start: int, n: int, dim: int = 0) -> Tile:
+        return Tile(self.x.narrow(dim, start, n))
+
+    def permute(self, order: tuple[int, int]) -> Tile:
+        return Tile(self.x.permute(order))
+
+    def load(self, layout: Any = None) -> Any:
+        return register(self.x.clone())
+
+    def store(self, x: torch.Tensor) -> None:
+        assert x.dtype == self.dtype
+        self.x.copy_(x)
+
+
+def shared(dtype: torch.dtype, *shape: int) -> Tile:
+    return Tile(torch.full(shape, math.nan, dtype=dtype))
+
+
+class Box(Tensor4):
+    """A descriptor: boxes of `rows` of (batch, heads, length, dim), or numbers."""
+
+    def __init__(self, x: torch.Tensor, *shape: int) -> None:
+        super().__init__(x)
+        self.block_type = SimpleNamespace(nbytes=math.prod(shape) * x.element_size())
+
+
+class Pointer:
+    def __init__(self, x: torch.Tensor, at: Any = 0) -> None:
+        self.x, self.at, self.dtype = x, at, SimpleNamespace(element_ty=x.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.x, self.at + more)
+
+    def load(self) -> Whole:
+        return Whole(self.x.view(-1)[self.at])
+
+    def store(self, value: torch.Tensor, mask: torch.Tensor) -> None:
+        at, value, mask = torch.broadcast_tensors(torch.as_tensor(self.at), value, mask)
+        self.x.view(-1)[at[mask]] = value[mask].as_subclass(torch.Tensor)
+
+
+class Whole(int):
+    """An integer of device code."""
+
+    def to(self, dtype: Any) -> Whole:
+        return self
+
+    def __add__(self, other: Any) -> Any:
+        return Whole(int(self) + other) if isinstance(other, int) else int(self) + other
+
+    def __mul__(self, other: Any) -> Any:
+        return Whole(int(self) * other) if isinstance(other, int) else int(self) * other
+
+
+def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any]:
+    """Names of device code with those of a kernel's file."""
+    names = Machine.python(machine)
+    language = names["gl"]
+    language.full = lambda shape, value, dtype, layout: register(torch.full(shape, value))
+    language.max, language.sum = (lambda x, dim: x.amax(dim)), (lambda x, dim: x.sum(dim))
+    language.maximum = lambda a, b: torch.maximum(a, b) if torch.is_tensor(b) else max(a, b)
+    language.minimum = lambda a, b, propagate_nan=None: a.clamp(max=b) if torch.is_tensor(a) else min(a, b)
+    language.log2, language.num_programs = torch.log2, lambda axis: programs
+    language.barrier = lambda: None
+    language.convert_layout = lambda x, layout, assert_trivial=False: x
+    language.DotOperandLayout = lambda *a: None
+    language.store = lambda at, value, mask=torch.tensor(True): at.store(value, mask)  # noqa: B008
+    language.load = lambda at: at.load()
+    names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2), "SCORES": None, "KEEP_NAN": None}
+    for source in (bias_part, module):
+        for name, value in vars(source).items():
+            if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
+                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            elif name.isupper() and isinstance(getattr(value, "value", None), int):
+                names[name] = value.value
+    names["widened"] = lambda x: x.float()
+    names["sharer"] = lambda *a: tuple(map(Whole, bias_part.sharer.fn(*a)))
+    for name in {"_sharer", "_tile"} & set(names):
+        names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
+    return names
+
+
+def run(module: ModuleType, programs: int, roles: Any) -> None:
+    """All programs of a kernel; roles(machine) gives the roles of one."""
+    for pid in range(programs):
+        machine = Machine(pid, pid)
+        machine.python = lambda machine=machine: python(machine, module, programs)  # type: ignore[method-assign]
+        play(machine, roles(machine))
+
+
+def of_slices(x: Any) -> tuple[int, int, int, int, tuple[int, int]]:
+    batch, heads = x.q.shape[:2]
+    slices = x.bias.shape[0] * x.bias.shape[1]
+    several = tuple(int(n > 1) for n in x.bias.shape[:2])
+    return batch // x.bias.shape[0], x.bias.shape[1], slices, batch * heads // slices, several  # type: ignore[return-value]
+
+
+def forward(x: Any, o: Any, programs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """out, lse, and whether the first pass was not enough."""
+    batch, heads, len_q, _ = x.q.shape
+    len_k = x.k.shape[2]
+    repeats, bias_heads, slices, sharing, several = of_slices(x)
+    n = fwd.SHARERS.value
+    out, lse = torch.full_like(x.q, math.nan), torch.full(x.q.shape[:3], math.nan)
+    groups = -(-sharing // n)
+    counts = (heads, repeats, bias_heads, sharing, groups, len_q, len_k, -(-len_q // 128) * slices * groups)
+    some = bias_heads < heads
+    boxes = Box(x.q, 64, 32), Box(x.k, 128, 32), Box(x.v, 128, 32), Box(x.bias, 64, 128)
+
+    unfit = torch.full((programs, 2 * n), -1, dtype=torch.int64)
+
+    def roles(machine: Machine, exact: bool) -> dict[str, tuple[Any, ...]]:
+        ring, stages, turns = machine.barriers, fwd.STAGES.value, fwd.Q_STAGES.value
+        tiles = (
+            shared(HALF, turns * 2 * n, 64, 32), shared(HALF, stages * n, 128, 32), shared(HALF, stages * n, 128, 32),
+            shared(HALF, stages * 2, 64, 128),
+        )  # fmt: skip
+        bars = ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + 2), ring(stages, 2 * n)
+        even = len_k % 128 == 0
+        options = (tiles, bars, counts)
+        into = Box(out, 64, 32), Pointer(lse), Pointer(unfit)
+        return {"_producer": (*boxes, into[2], several, *options, some, exact)} | {
+            f"_consumer {c}": (*into, *options, o.scale, c, some, even, exact, 2.0**100) for c in range(2 * n)
+        }
+
+    run(fwd, programs, lambda machine: roles(machine, False))
+    assert set(unfit.unique().tolist()) <= {0, 1}
+    if repeated := bool(unfit.any()):
+        run(fwd, programs, lambda machine: roles(machine, True))
+    return out, lse, repeated
+
+
+def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int):
+    """dq, dk, dv, dbias."""
+    batch, heads, len_q, dim = x.q.shape
+    len_k = x.k.shape[2]
+    repeats, bias_heads, slices, sharing, several = of_slices(x)
+    some, blocks = bias_heads < heads, -(-len_q // 128)
+    rows, deltas = torch.full((batch * heads, blocks * 128), math.inf), torch.zeros(batch * heads, blocks * 128)
+    rows[:, :len_q] = torch.where(lse == -math.inf, math.inf, lse / math.log(2)).flatten(0, 1)
+    deltas[:, :len_q] = delta.flatten(0, 1)
+    lines = Box(rows.view(-1), 128), Box(deltas.view(-1), 128)
+    dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
+    total = torch.zeros(batch * heads * blocks * 32, 128)
+    n, stages, turns = bwd.SHARERS.value, bwd.STAGES.value, bwd.KV_STAGES.value
+    groups = -(-sharing // n)
+    given = (x.q, x.k, x.v, dout)
+
+    def of_keys(machine: Machine) -> dict[str, tuple[Any, ...]]:
+        ring = machine.barriers
+        counts = (heads, repeats, bias_heads, sharing, groups, blocks * 128, len_q, len_k)
+        counts += (-(-len_k // 64) * slices * groups,)
+        tiles = (
+            shared(HALF, stages * n, 128, 32), shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 32),
+            shared(HALF, turns * n, 64, 32), shared(F32, stages * n, 128), shared(F32, stages * n, 128),
+            shared(HALF, stages, 128, 64),
+        )  # fmt: skip
+        bars = ring(stages, 1 + 2 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
+        boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
+        return {"_producer": (*boxes, *lines, Box(x.bias, 128, 64), several, tiles, bars, counts, some)} | {
+            f"_consumer {c}": (Box(dk, 64, 32), Box(dv, 64, 32), tiles, bars, counts, o.scale, c, some)
+            for c in range(n)
+        }
+
+    run(bwd, programs, of_keys)
+    staged = parts == 1
+    dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
+    into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
+
+    def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
+        ring, stages = machine.barriers, bias_part.STAGES.value
+        tiles_in_all = blocks * -(-len_k // 128) * slices * parts
+        counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
+        tiles = (
+            *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
+            shared(HALF, 2, 64, 128), shared(F32, 2, 16, 128),
+        )  # fmt: skip
+        bars = ring(stages, 4), ring(stages, 2), ring(1, 2), ring(1, 2)
+        boxes = [Box(t, 128, 32) for t in given]
+        even = len_k % 128 == 0
+        options = (tiles, bars, slices, counts)
+        return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
+            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged)
+            for c in range(2)
+        }
+
+    run(bias_part, programs, of_sums)
+    pieces = total.view(-1, 4, 4, 8, 4, 2, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(batch, heads, -1, 32)
+    dq = (pieces * o.scale)[:, :, :len_q, :dim]
+    return dq, dk, dv, dbias.double().sum(0)
+
+
+CASES = (
+    ((4, 2), (1, 2), (130, 136), (32, 32), True),
+    ((2, 2), (1, 2), (128, 264), (32, 32), False),
+    ((3, 2), (1, 1), (64, 264), (24, 32), True),
+    ((4, 1), (2, 1), (200, 128), (32, 24), True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_roles(case):
+    (batch, heads), shape, (len_q, len_k), (dim, dim_v), masked = case
+    torch.manual_seed(0)
+    q, k = (torch.randn(batch, heads, n, dim).to(HALF) for n in (len_q, len_k))
+    v, dout = (torch.randn(batch, heads, n, dim_v).to(HALF) for n in (len_k, len_q))
+    bias = torch.randn(*shape, len_q, len_k).to(HALF)
+    if masked:
+        bias[..., 3, :] = -math.inf  # sees nothing
+        bias[..., 5, :90] = -1e9
+    x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+    exact = x._replace(q=q.double(), k=k.double(), v=v.double(), bias=bias.double())
+    out, lse = reference.forward(exact, o)
+    want = reference.backward(exact, o, out, lse, dout.double(), None, True)[:4]
+    delta = (out * dout.double()).sum(-1)
+    if dim == dim_v:
+        for programs in (1, 3):
+            got, got_lse, repeated = forward(x, o, programs)
+            assert repeated == masked
+            assert ((got.double() - out).norm() / out.norm()).item() < 0.01
+            assert torch.allclose(got_lse.double(), lse, atol=1e-4)
+    for programs, parts in ((1, 1), (3, 2)):
+        results = backward(x, o, dout, delta, lse, programs, parts)
+        for name, got, true in zip(("dq", "dk", "dv", "dbias"), results, want):
+            error = ((got.double() - true).norm() / true.norm()).item()
+            assert error < 0.01, (name, error)
+
+
+def test_far_queries_are_left_to_the_exact_pass():
+    """Keys masked at the beginning are no measure for those behind; keys masked at the end are none of its concern."""
+    for at, repeats in ((slice(0, 64), True), (slice(64, 200), False)):
+        q, k, v = (torch.randn(2, 1, 128, 32).to(HALF), *(torch.randn(2, 2, 1, 200, 32).to(HALF)))
+        bias = torch.randn(1, 1, 128, 200).to(HALF)
+        bias[..., 7, at] = -1e9
+        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+        exact = x._replace(q=q.double(), k=k.double(), v=v.double(), bias=bias.double())
+        out, lse = reference.forward(exact, o)
+        got, got_lse, repeated = forward(x, o, 1)
+        assert repeated == repeats
+        assert ((got.double() - out).norm() / out.norm()).item() < 0.01
+        assert torch.allclose(got_lse.double(), lse, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, forward_word, backward_word",
+    [
+        ({}, None, None),
+        ({"length": 300}, None, "below 512"),
+        ({"length": 200}, "256", "256"),
+        ({"batch": 8}, "16 batch", "16 batch"),
+        ({"dim": 40}, "head_dims", "head_dims"),
+        ({"causal": True}, "no mask", "no mask"),
+        ({"bias_heads": 4, "bias_batch": 32}, "share", "share"),
+        ({"bias_dtype": F32}, "q's dtype", "q's dtype"),
+        ({"bias_grad": False}, None, "nobody wants"),
+    ],
+    ids=str,
+)
+def test_limits(options, forward_word, backward_word):
+    n, batch, dim = options.get("length", 512), options.get("batch", 32), options.get("dim", 32)
+    q = torch.empty(batch, 4, n, dim, dtype=HALF, device="meta")
+    shape = options.get("bias_batch", 1), options.get("bias_heads", 4), n, -(-n // 8) * 8
+    bias = torch.empty(shape, dtype=options.get("bias_dtype", HALF), device="meta")[..., :n]
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias, causal=options.get("causal", False))
+        posed = problem(x, o, options.get("bias_grad", True))
+    for unfit, word in ((limits.hopper_shared_fwd, forward_word), (limits.hopper_shared_bwd, backward_word)):
+        why = unfit(posed)
+        assert (why is None) if word is None else word in why, why
