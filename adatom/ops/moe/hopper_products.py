@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
 
 from adatom.device import facts
@@ -447,17 +446,19 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
 
 @gluon.jit(do_not_specialize=["k_tiles", "pairs"])
 def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, Rows, N, k_tiles,
-            pairs, K, top_k, stride, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr, COLS: gl.constexpr,
-            SKIP: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-            STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, NAP: gl.constexpr):
+            pairs, K, top_k, stride, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
+            COLS: gl.constexpr, SKIP: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr,
+            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
+            BUFFERS: gl.constexpr, GROUP: gl.constexpr, NAP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
+    GATHER: A is the tokens' rows, Rows points at it, and row p is that of pair Order[p], of top_k of each token.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, GATHER, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE, BUFFERS,
-                               GROUP, NAP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, GATHER, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+                               BUFFERS, GROUP, NAP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
@@ -488,8 +489,8 @@ def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weight
                          bars, N, k_tiles, pairs, 1, PLAN)),
             (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
                          bars, N, k_tiles, pairs, 2, PLAN)),
-            (_producer, (A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, K, k_tiles,
-                         top_k, stride, PLAN)),
+            (_producer, (A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, K,
+                         k_tiles, top_k, stride, PLAN)),
         ], [4, 4, 4 if GATHER else 1], [160, 160, 32] if GATHER else [160, 160, 24])
     else:
         gl.warp_specialize([
@@ -497,8 +498,8 @@ def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weight
                          bars, N, k_tiles, pairs, 0, PLAN)),
             (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
                          bars, N, k_tiles, pairs, 1, PLAN)),
-            (_producer, (A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, K, k_tiles,
-                         top_k, stride, PLAN)),
+            (_producer, (A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, K,
+                         k_tiles, top_k, stride, PLAN)),
         ], [4, 1], [240, 24])
 
 
