@@ -26,7 +26,7 @@ from test_hopper_deep import (  # noqa: E402
 
 from adatom.device import pretend  # noqa: E402
 from adatom.ops.attention import hopper_deep_fwd as deep  # noqa: E402
-from adatom.ops.attention import hopper_fwd, limits, reference  # noqa: E402
+from adatom.ops.attention import hopper_fwd_tiles, limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
@@ -104,7 +104,7 @@ class Forward(Machine):
             clear_rows=clear_rows, named_sync=lambda number, threads: self.come(number, threads, True),
             named_arrive=lambda number, threads: self.come(number, threads, False),
         )  # fmt: skip
-        for module in (hopper, hopper_fwd, deep):
+        for module in (hopper, hopper_fwd_tiles, deep):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in PYTHON:
                     names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)

@@ -222,8 +222,7 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
         even = len_k % 128 == 0
         options = (tiles, bars, slices, counts)
         return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
-            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged)
-            for c in range(2)
+            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged) for c in range(2)
         }
 
     run(bias_part, programs, of_sums)

@@ -17,8 +17,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-from adatom.ops.attention.hopper_fwd import _blocks, _n_tiles, _nothing_seen, _scores, _softmax, _tile
 from adatom.ops.attention.hopper_fwd_plan import balance
+from adatom.ops.attention.hopper_fwd_tiles import (
+    blocks_of,
+    count_tiles,
+    masked_scores,
+    nothing_seen,
+    softmax_step,
+    tile_of,
+)
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
 from adatom.ops.attention.triton_call import Call, remembered
@@ -64,7 +71,7 @@ MOST = gl.constexpr(2.0**64)  # sums of probabilities above it are not trusted
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernel is compiled for. The first fields are hopper_fwd.py's."""
+    """What the kernel is compiled for. The first fields are those of hopper_fwd_tiles.py."""
 
     BIAS: int
     SOFTCAP: bool
@@ -157,7 +164,7 @@ def _producer(Q, K, V, Lens, Order, tiles, bars, sizes, n_tiles, PLAN: gl.conste
     """Keeps the rings full."""
     heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
-    n_tiles = _n_tiles(Order, n_tiles, sizes, PLAN)
+    n_tiles = count_tiles(Order, n_tiles, sizes, PLAN)
     u = 0  # tiles of queries begun
     t = 0  # uses of the ring of keys and values
     for again in range(2 if PLAN.SURE else 1):
@@ -166,8 +173,8 @@ def _producer(Q, K, V, Lens, Order, tiles, bars, sizes, n_tiles, PLAN: gl.conste
             if again > 0:
                 count = count * _unsure(tiles, 1)
         for turn in range(count):
-            b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
-            begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
+            b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
+            begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
             hk = h // (heads // kv_heads)
             n0 = start_k + begin + (blocks - 1) * BLOCK_N
             if PLAN.Q_SLOTS > 2:
@@ -238,7 +245,7 @@ def _masked(s, first, n0, len_q, len_k, limits, PLAN: gl.constexpr, LAYOUT: gl.c
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, ROWS)
     cut = (n0 < begin) | (n0 + BLOCK_N > end)
-    return _scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, scale, 0.0, PLAN)
+    return masked_scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, scale, 0.0, PLAN)
 
 
 @gluon.jit
@@ -265,7 +272,7 @@ def _step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, S
         pf = gl.exp2(s * (scale * LOG2E) - m[:, None])
         l = l + gl.sum(pf, 1)
     else:
-        pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
+        pf, alpha, m, l = softmax_step(s, m, l, scale, PLAN)
     # ptxas moves the wait for products above the softmax, unless another wait, a branch, comes before it
     wait_full(full, t + 1, LO_SLOTS)
     if PLAN.HV > 0:
@@ -301,7 +308,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
     Out, OutPtr, Lse, stride_oh, stride_om = results
     Sinks, Lens, Order = given
     limits = (left, right, scale)
-    n_tiles = _n_tiles(Order, n_tiles, sizes, PLAN)
+    n_tiles = count_tiles(Order, n_tiles, sizes, PLAN)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16])
     HI_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
@@ -321,8 +328,8 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                 count = count * _unsure(tiles, 4)
         for turn in range(count):
             if FROM_SECOND:
-                b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
-                begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
+                b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
+                begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
                 n0 = begin + (blocks - 1) * BLOCK_N
                 hidden = (n0 > m0 + (ROWS - 1) + len_k - len_q + right) & (blocks > 1)
                 if hidden:  # only the other consumer's queries see the first block
@@ -348,17 +355,17 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                 if free:
                     _free_queries(u - 2, bars, PLAN)
             if not FROM_SECOND:
-                b, h, m0, start_q, start_k, len_q, len_k = _tile(tile_number(turn), Order, Lens, sizes, PLAN)
-                begin, blocks = _blocks(m0, len_q, len_k, left, right, PLAN)
+                b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
+                begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
                 n0 = begin + (blocks - 1) * BLOCK_N
             first = m0 + C * ROWS
-            m, l = _nothing_seen(Sinks, h, OF_ROWS, PLAN)
+            m, l = nothing_seen(Sinks, h, OF_ROWS, PLAN)
             lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
             hi = gl.zeros([ROWS, HV], gl.float32, HI_LAYOUT)
             s = warpgroup_mma_wait(0, deps=(s,))
             release(empty, t, LO_SLOTS)
             s = _masked(s, first, n0, len_q, len_k, limits, PLAN, S_LAYOUT)
-            pf, alpha, m, l = _softmax(s, m, l, scale, PLAN)
+            pf, alpha, m, l = softmax_step(s, m, l, scale, PLAN)
             p = pf.to(q_lo.dtype)
             t += 1
             if FROM_SECOND:
