@@ -269,7 +269,7 @@ GPU: tuple[Case, ...] = (
     Case("deep 136x72", 3, 12, 4, 777, 901, 136, 72, F16, causal=True),
     Case("deep 200x160", 3, 12, 12, 777, 901, 200, 160, BF16),
     Case("deep 96x256", 3, 12, 4, 520, 901, 96, 256, BF16, causal=True),
-    Case("deep, sums that overflow", 2, 8, 8, 500, 1000, 192, 128, BF16, magnitude=100.0, causal=True),
+    Case("deep, sums that overflow", 3, 8, 8, 500, 1000, 256, 192, BF16, magnitude=100.0, causal=True),
     # packed sequences, of which some are empty; of queries and keys in different ones
     *(
         Case(f"packed {name}", batch, 8, kv_heads, *most, d, dv, (BF16, F16)[i % 2], varlen=True, **options)
