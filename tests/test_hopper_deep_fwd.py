@@ -108,8 +108,8 @@ class Forward(Machine):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in PYTHON:
                     names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
-        tile = names["_tile"]
-        names["_tile"] = lambda *a: tuple(Int(n) for n in tile(*a))
+        tile = names["tile_of"]
+        names["tile_of"] = lambda *a: tuple(Int(n) for n in tile(*a))
         return names
 
 
