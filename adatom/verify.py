@@ -359,13 +359,13 @@ def _examine_all(tasks: Sequence[Task], todo: Any, found: Any, device: torch.dev
             return
 
 
-def passes(case: Any, row: Row, device: str | None = None) -> bool:
-    """Whether a row is right on a small version of a case; what a speed must pass before it is shown. A row that is not
-    fit for the case does not pass."""
+def passes(case: Any, row: Row, device: str | None = None) -> bool | None:
+    """Whether a row is right on a small version of a case; what a speed must pass before it is shown. None if it is fit
+    for none of them."""
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     judged = (_judged(small, row, where) for small in registry.part(case.op, "trial").shrunk(case, where != "cpu"))
     results = next((some for some in judged if some), [])
-    return bool(results) and all(result.ok for result in results)
+    return all(result.ok for result in results) if results else None
 
 
 @cache

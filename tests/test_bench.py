@@ -260,7 +260,10 @@ def test_a_kernel_that_fails_verify_shows_no_speed(monkeypatch: pytest.MonkeyPat
     assert run.unproven(run.Problem(TINY, CPU), "plain") is None
     monkeypatch.setattr(run.verify, "passes", lambda case, row, device: row.op != "attention_bwd")
     why = run.unproven(run.Problem(TINY, CPU), "plain")
-    assert why is not None and why.startswith("the backward of ")
+    assert why is not None and why.startswith("the backward of ") and why.endswith("fails `adatom verify`")
+    monkeypatch.setattr(run.verify, "passes", lambda case, row, device: None)
+    unfit = run.unproven(run.Problem(TINY, CPU), "plain")
+    assert unfit is not None and unfit.endswith("is in no evidence, and takes no small case")
     problem = run.Problem(TINY, CPU)
     entries = run.compare(problem, "plain", {}, timing.Clock(CPU), {"fp32 matmul": 1, "copy": 1}, 1.0, refused=why)
     assert entries == [{"group": "plain", "case": "tiny", "contender": "adatom", "pass": "all", "reason": why}]

@@ -97,7 +97,7 @@ def test_cases_touch_every_option(group):
     assert any(c.causal and c.seqlen_q < c.seqlen_k for c in group)
     assert any(c.causal and c.seqlen_q > c.seqlen_k for c in group)
     assert any(1 < c.kv_heads < c.heads for c in group) and any(1 == c.kv_heads < c.heads for c in group)
-    assert values("layout") == {"bhsd", "bshd", "apart"} and max(values("magnitude")) == 20
+    assert values("layout") == {"bhsd", "bshd", "apart"} and max(values("magnitude")) >= 20
     assert any(c.head_dim != c.head_dim_v for c in group) and any(c.head_dim & (c.head_dim - 1) for c in group)
     assert 1 in values("seqlen_q") and 1 in values("seqlen_k") and min(c.scale or 0 for c in group) < 0
     assert any(c.window for c in group) and any(c.softcap for c in group)
@@ -215,7 +215,7 @@ def test_passes_is_a_gate_on_a_small_version_of_the_case():
     right = registry.Row("attention_fwd", "mine", reference.forward, lambda p: None)
     wrong = right._replace(target=lambda x, o: reference.forward(x, o._replace(causal=False)))
     unfit = right._replace(unfit=lambda p: "not today")
-    assert [verify.passes(big, row, "cpu") for row in (right, wrong, unfit)] == [True, False, False]
+    assert [verify.passes(big, row, "cpu") for row in (right, wrong, unfit)] == [True, False, None]
 
 
 # The command
