@@ -42,8 +42,24 @@ def triton(p: Problem) -> str | None:
         return None
     if p.activation == "none" and not p.gated:
         return "has nothing to fuse: PyTorch's product serves"
-    if p.device.arch == 90 and not (p.gated or p.recompute) and (p.out_features % 2 == 0 or _few_tiles(p)):
+    return None
+
+
+def triton_fwd(p: Problem) -> str | None:
+    """The same for the forward of linear."""
+    if (why := triton(p)) is not None:
+        return why
+    if p.dtype in _HALVES and p.device.arch == 90 and not p.recompute and (p.out_features % 2 == 0 or _few_tiles(p)):
         return "was slower on Hopper than PyTorch's kernels one after the other, but for odd numbers of features"
+    return None
+
+
+def triton_bwd(p: Problem) -> str | None:
+    """The same for the backward of linear."""
+    if (why := triton(p)) is not None:
+        return why
+    if hopper_any(p) is None and not p.recompute:
+        return "is left to PyTorch's kernels on Hopper, where the Hopper row is not worth it"
     return None
 
 
@@ -70,8 +86,8 @@ def _few_tiles(p: Problem) -> bool:
 
 
 def hopper(p: Problem) -> str | None:
-    """The Gluon kernels where they were faster than PyTorch's (docs/linear.md)."""
-    if (why := hopper_any(p)) is not None or p.gated:
+    """The Gluon kernels where the forward of linear was faster than PyTorch's (docs/linear.md)."""
+    if (why := hopper_any(p)) is not None:
         return why
     if _few_tiles(p) and not p.recompute:
         return f"has too few tiles of 128 x 128 for {p.device.sms} multiprocessors: PyTorch's kernels cut them along k"
@@ -82,7 +98,7 @@ def hopper(p: Problem) -> str | None:
 
 def hopper_bwd(p: Problem) -> str | None:
     """The same for the backward."""
-    if (why := hopper_any(p)) is not None or p.gated:
+    if (why := hopper_any(p)) is not None:
         return why
     if p.rows <= 128 and not p.recompute:
         return "computes tiles of 128 rows, which is slow for that many or less"
