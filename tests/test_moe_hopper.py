@@ -31,30 +31,32 @@ def inputs(tokens: int, hidden: int = 2048, wide: int = 768, experts: int = 128,
     )  # fmt: skip
 
 
-def launched(x: Inputs, keep: bool = False) -> list[tuple[str, dict]]:
-    """Names and constexprs of the kernels of the forward that a call gets."""
+def launched(x: Inputs, keep: bool = False, backend: str | None = None) -> list[tuple[str, dict]]:
+    """The row that a call gets, then names and constexprs of its kernels."""
     seen = []
     with pretend(H100), observed(lambda kernel, args, meta, spill: seen.append((kernel.fn.__name__, meta))):
-        row = choose("moe_fwd", problem(x, Options("silu")))
+        row = choose("moe_fwd", problem(x, Options("silu")), backend)
         load(row.target)(x, Options("silu"), keep)
     return [(row.backend, {})] + seen
 
 
-def test_who_serves_few_tokens():
-    assert [name for name, _ in launched(inputs(1))] == ["hopper_one", "_gate_kernel", "_down_kernel"]
-    assert launched(inputs(1), keep=True)[2][0] == "_product_kernel"  # something is kept: the other kernels do it
-    assert [launched(inputs(n))[0][0] for n in (2, 3, 4, 5)] == ["hopper_one"] * 3 + ["triton"]
-    for other in (inputs(1, wide=2048), inputs(1, hidden=12)):
-        assert launched(other)[0][0] == "triton"
+def test_few_tokens_by_name():
+    """Streaming kernels take up to four tokens of narrow experts; if something is kept, the other kernels do it."""
+    few = "hopper_one"
+    assert [name for name, _ in launched(inputs(1), backend=few)] == [few, "_gate_kernel", "_down_kernel"]
+    assert launched(inputs(1), keep=True, backend=few)[2][0] == "_product_kernel"
+    with pretend(H100):
+        for other in (inputs(5), inputs(1, wide=2048), inputs(1, hidden=12)):
+            assert limits.hopper_one(problem(other, Options("silu"))) is not None
+        for tokens in (2, 3, 4):
+            assert limits.hopper_one(problem(inputs(tokens), Options("silu"))) is None
     with pretend(DEVICES[100]):
         assert limits.hopper_one(problem(inputs(1), Options("silu"))) is not None
 
 
 @pytest.mark.parametrize("wide, top_k", [(768, 8), (8, 26), (6656, 1), (2048, 3)])
 def test_two_programs_of_the_second_kernel_share_a_multiprocessor(wide, top_k):
-    backend, *kernels = launched(inputs(1, wide=wide, top_k=top_k))
-    assert backend[0] == "hopper_one"
-    down = kernels[1][1]
+    down = launched(inputs(1, wide=wide, top_k=top_k), backend="hopper_one")[2][1]
     held = 2 * down["TOP_K"] * down["CHUNKS"] * down["ROWS"] * down["NARROW"]
     assert 2 * (held + 1024) <= H100.shared_memory and down["CHUNKS"] * down["NARROW"] >= wide
 
