@@ -269,10 +269,15 @@ def test_roles(case):
 
 def test_far_queries_are_left_to_the_exact_pass():
     """Keys masked at the beginning are no measure for those behind; keys masked at the end are none of its concern."""
-    for at, repeats in ((slice(0, 64), True), (slice(64, 200), False)):
+    lowest = torch.finfo(HALF).min
+    for at, repeats, far in (
+        *((slice(0, 64), True, far) for far in (-1e9, -1e15, lowest, -math.inf)),
+        (slice(0, 200), True, lowest),
+        (slice(64, 200), False, -1e9),
+    ):
         q, k, v = (torch.randn(2, 1, 128, 32).to(HALF), *(torch.randn(2, 2, 1, 200, 32).to(HALF)))
         bias = torch.randn(1, 1, 128, 200).to(HALF)
-        bias[..., 7, at] = -1e9
+        bias[..., 7, at] = far
         x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
         exact = x._replace(q=q.double(), k=k.double(), v=v.double(), bias=bias.double())
         out, lse = reference.forward(exact, o)

@@ -552,8 +552,10 @@ def test_what_a_choice_sees():
         posed = problem(x, o, recompute)
     assert (posed.tokens, posed.hidden, posed.intermediate, posed.experts, posed.top_k) == (8192, 64, 32, 8, 2)
     assert posed.aligned and posed.recompute and posed.weights_dtype == torch.bfloat16
-    few = posed._replace(tokens=512)  # 128 rows of an expert
-    assert [choose(op, few).backend for op in ("moe_fwd", "moe_bwd")] == ["triton", "hopper"]
+    few = posed._replace(tokens=256)  # 64 rows of an expert
+    assert [choose(op, few).backend for op in ("moe_fwd", "moe_bwd")] == ["triton", "triton"]
+    some = posed._replace(tokens=512)
+    assert [choose(op, some).backend for op in ("moe_fwd", "moe_bwd")] == ["hopper", "hopper"]
     assert choose("moe_fwd", posed).backend == "hopper" and choose("moe_fwd", posed, "triton").backend == "triton"
     with pretend(H100):
         assert not problem(x._replace(x=given[0][:, 1:]), o).aligned

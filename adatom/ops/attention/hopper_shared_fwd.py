@@ -154,17 +154,22 @@ def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHAR
                         s = gl.where(columns[None, :] < len_k, s, float("-inf"))
                 if EXACT:
                     m_new = gl.maximum(m, gl.max(s, 1))
-                    base = gl.where(m_new == float("-inf"), 0.0, m_new) * LOG2E  # rows that have seen nothing yet
-                    alpha = gl.exp2(m * LOG2E - base)
+                    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+                    alpha = gl.exp2((m - base) * LOG2E)
                     m = m_new
                     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
                     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
                 elif part == 0:
                     if n0 == 0:
                         m = gl.max(s, 1)
-                        m = gl.where(m == float("-inf"), 0.0, m)
+                        near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
+                        m = gl.where(near, m, 0.0)
                         base = m * LOG2E
-                p = gl.exp2(s * LOG2E - base[:, None])
+                        unfit |= gl.where(near, 0, 1)
+                if EXACT:
+                    p = gl.exp2((s - base[:, None]) * LOG2E)
+                else:
+                    p = gl.exp2(s * LOG2E - base[:, None])
                 l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
                 p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
                 acc = warpgroup_mma(p16, v, acc, is_async=True)
@@ -173,7 +178,7 @@ def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHAR
             n += 1
         l = gl.convert_layout(gl.sum(l, 1), ROWS)
         if not EXACT:
-            unfit |= gl.where((l > 0.0) & (l < MOST), 0, 1)
+            unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]

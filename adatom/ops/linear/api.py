@@ -27,7 +27,8 @@ def linear(
     precision: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """activation(x weight^T + bias) in one kernel: bias and activation in float32, before the result is rounded.
+    """activation(x weight^T + bias), in one kernel where that is faster: bias and activation in float32, before the result
+    is rounded; else (a CPU, few rows on Hopper) by PyTorch's operators, which round after each step.
 
     Args:
         x: (..., in); float16, bfloat16, float32 or float64 (float64 runs in PyTorch). Any strides; it is copied where

@@ -49,7 +49,7 @@ def triton_fwd(p: Problem) -> str | None:
     """The same for the forward of linear."""
     if (why := triton(p)) is not None:
         return why
-    if p.dtype in _HALVES and p.device.arch == 90 and not p.recompute and (p.out_features % 2 == 0 or _few_tiles(p)):
+    if p.dtype in _HALVES and p.device.arch == 90 and (p.out_features % 2 == 0 or _few_tiles(p)):
         return "was slower on Hopper than PyTorch's kernels one after the other, but for odd numbers of features"
     return None
 
@@ -89,7 +89,7 @@ def hopper(p: Problem) -> str | None:
     """The Gluon kernels where the forward of linear was faster than PyTorch's (docs/linear.md)."""
     if (why := hopper_any(p)) is not None:
         return why
-    if _few_tiles(p) and not p.recompute:
+    if _few_tiles(p):
         return f"has too few tiles of 128 x 128 for {p.device.sms} multiprocessors: PyTorch's kernels cut them along k"
     if p.activation == "none" and p.rows <= 64:
         return "has nothing to hide the reading of the weight under, with 64 rows or less"

@@ -216,7 +216,7 @@ COMPILE: tuple[Case, ...] = (
     _case("bf16 one hidden", 40, 1, 32, 4, 2, BF16),
     _case("bf16 one intermediate", 40, 32, 1, 4, 2, BF16),
 )
-COMPILE_QUICK = ("bf16 silu", "bf16 16 tokens")
+COMPILE_QUICK = ("bf16 silu", "bf16 16 tokens", "bf16 one token")
 
 # (hidden, intermediate, experts, top_k) of Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3, and a shape of arXiv:2512.14080.
 _MODELS = {

@@ -38,7 +38,7 @@ def hopper(p: Problem) -> str | None:
     if (why := hopper_any(p)) is not None:
         return why
     if p.tokens * p.top_k < 100 * p.experts:
-        return "has not been measured with fewer than 100 rows of an expert on average"
+        return "has not been measured below 100 rows of an expert on average, tokens rounded up to a power of two"
     return None
 
 
@@ -58,7 +58,7 @@ def hopper_bwd(p: Problem) -> str | None:
     if (why := hopper_any(p)) is not None:
         return why
     if p.tokens * p.top_k < 100 * p.experts:
-        return "has not been measured with fewer than 100 rows of an expert on average"
+        return "has not been measured below 100 rows of an expert on average, tokens rounded up to a power of two"
     return None
 
 

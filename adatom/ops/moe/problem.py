@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     experts: int
     top_k: int
     recompute: bool
-    aligned: bool  # addresses and strides of x and of the experts' weights are multiples of 16 bytes
+    aligned: bool  # addresses and strides of x and of the experts' weights are multiples of 16 bytes, those of rows small
     deterministic: bool
 
 
@@ -91,7 +91,7 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
         x.experts,
         x.top_k,
         recompute,
-        device.kind == "cuda" and aligned(x.x, x.w_gate_up, x.w_down),
+        device.kind == "cuda" and aligned(x.x, x.w_gate_up, x.w_down) and max(x.x.stride(0), x.weights.stride(0)) < 2**29,
         torch.are_deterministic_algorithms_enabled(),
     )
 
