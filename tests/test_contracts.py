@@ -406,3 +406,11 @@ def test_empty_shapes_have_gradients():
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         dq.sum().backward()
         assert (k.grad == 0).all() and k.grad.shape == k.shape
+
+
+@pytest.mark.parametrize("backend", [None, "reference", "torch_chunked"])
+def test_windows_wider_than_32_bits_are_unbounded(backend):
+    q, k, v = torch.randn(1, 2, 5, 8), *torch.randn(2, 1, 2, 70, 8)
+    for wide, same in (((5, 2**31 - 1), (5, None)), ((2**63 - 1, 3), (None, 3)), ((2**31, 2**70), None)):
+        got = adatom.attention(q, k, v, window=wide, backend=backend)
+        torch.testing.assert_close(got, adatom.attention(q, k, v, window=same, backend=backend))

@@ -422,6 +422,7 @@ def _options(
             require(False, "window of integers or None", TypeError, window=window)
         if left < -1 or right < -1:
             require(False, "window of non-negative numbers, or None (or -1) for unbounded", window=window)
+        left, right = (min(w, 2**30) if isinstance(w, int) else w for w in (left, right))  # kernels add to 32 bits
     if softcap is None:
         softcap = 0.0
     elif not softcap >= 0 or math.isinf(softcap):

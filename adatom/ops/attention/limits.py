@@ -92,7 +92,7 @@ def short(p: Problem) -> str | None:
         return "does not take empty tensors"
     if p.varlen and p.heads // p.kv_heads > 16:
         return "takes packed sequences of at most 16 query heads to a kv head"
-    most = 16
+    most = 4 if p.varlen else 16  # of packed sequences on average: long ones among them are slow here
     if not p.varlen and p.bias == "none" and p.dtype != torch.float32:
         most = 128 if p.batch * p.heads < 64 else 64 if max(p.head_dim, p.head_dim_v) > 64 else 16
     if p.seqlen_q > most * (p.batch if p.varlen else 1):
@@ -155,8 +155,8 @@ def hopper_deep_fwd(p: Problem) -> str | None:
     return None
 
 
-def hopper_shared_fwd(p: Problem) -> str | None:
-    """The Gluon forward to head_dim 32 under a full bias that many share: sm_90, what TMA can read, no masks."""
+def _hopper_shared(p: Problem) -> str | None:
+    """A full bias that many share, to head_dim 32: sm_90, what TMA can read, no masks."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
@@ -178,7 +178,7 @@ def hopper_shared_fwd(p: Problem) -> str | None:
 
 def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
-    if (why := hopper_shared_fwd(p)) is not None:
+    if (why := _hopper_shared(p)) is not None:
         return why
     if not p.bias_grad:
         return "makes dQ along with the gradient of the bias, which nobody wants"

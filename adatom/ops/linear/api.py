@@ -27,8 +27,9 @@ def linear(
     precision: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """activation(x weight^T + bias), in one kernel where that is faster: bias and activation in float32, before the result
-    is rounded; else (a CPU, few rows on Hopper) by PyTorch's operators, which round after each step.
+    """activation(x weight^T + bias), in one kernel where that is faster: bias and activation in float32, then rounded.
+
+    Elsewhere (a CPU, few rows on Hopper) PyTorch's operators compute it, which round after each step.
 
     Args:
         x: (..., in); float16, bfloat16, float32 or float64 (float64 runs in PyTorch). Any strides; it is copied where

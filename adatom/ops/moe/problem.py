@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     experts: int
     top_k: int
     recompute: bool
-    aligned: bool  # addresses and strides of x and of the experts' weights are multiples of 16 bytes, those of rows small
+    aligned: bool  # addresses and strides of x and experts' weights are multiples of 16 bytes; rows not far apart
     deterministic: bool
 
 
@@ -80,6 +80,7 @@ def aligned(*tensors: Tensor) -> bool:
 def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
     """The problem that these inputs and options pose."""
     tokens, device = x.x.shape[0], facts(x.x.device)
+    near = max(x.x.stride(0), x.weights.stride(0)) < 2**29  # kernels for few tokens multiply in 32 bits
     return Problem(
         device,
         x.x.dtype,
@@ -91,7 +92,7 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
         x.experts,
         x.top_k,
         recompute,
-        device.kind == "cuda" and aligned(x.x, x.w_gate_up, x.w_down) and max(x.x.stride(0), x.weights.stride(0)) < 2**29,
+        device.kind == "cuda" and aligned(x.x, x.w_gate_up, x.w_down) and near,
         torch.are_deterministic_algorithms_enabled(),
     )
 
