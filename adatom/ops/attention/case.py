@@ -19,7 +19,7 @@ class Case(NamedTuple):
     bias: "" for none, else four letters, one for each dimension of the scores, "1" where it broadcasts: "bhqk", "1hqk",
         "b11k", ..., or "2" first for two slices, each for half of the batch; then "-inf" (30 % of the entries and one
         whole row masked), "-bool" (True attends) or "-far" (the first third of the keys and 30 % of the entries masked
-        by -1e9, or what float16 has).
+        by -1e9, or what float16 has) or "-lowest" (by the lowest finite number).
     kv_lens: lengths of keys at random, one of them 0 and one full. varlen: the packed form; sequence lengths at random
         up to seqlen_q and seqlen_k, with an empty sequence and one of a single token where there are four or more.
     layout: memory order of q, k, v: "bhsd", "bshd", or "apart", with rows of odd steps. magnitude: deviation of q.
@@ -127,11 +127,12 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
             masked[-1, -1, -1] = True  # the last row has nothing to attend to
             masked = masked.to(device)
             bias = ~masked if case.bias.endswith("-bool") else bias.masked_fill_(masked, float("-inf"))
-        if case.bias.endswith("-far"):
+        if case.bias.endswith(("-far", "-lowest")):
             far = torch.rand(case.bias_shape, generator=random, device=where) < 0.3
             far |= torch.arange(case.bias_shape[3], device=where) < case.seqlen_k // 3
             far[..., -1] = False  # every row has something to attend to
-            bias = bias.masked_fill_(far.to(device), max(-1e9, torch.finfo(other).min))
+            lowest = torch.finfo(other).min
+            bias = bias.masked_fill_(far.to(device), lowest if case.bias.endswith("lowest") else max(-1e9, lowest))
         given["bias"] = bias
     if case.sinks:
         given["sinks"] = normal(case.heads, dtype=other)
