@@ -483,7 +483,7 @@ def command(
     dtype: Annotated[str | None, typer.Option(help="f16, bf16, f32 or f64.")] = None,
     precision: Annotated[str | None, typer.Option(help="Of float32 products: tf32x3, tf32 or ieee.")] = None,
     bias: Annotated[
-        str | None, typer.Option(help="bhqk, with 1 where it broadcasts; then -inf, -bool, -far, -lowest: 1hqk, b11k-bool.")
+        str | None, typer.Option(help="bhqk, 1 where it broadcasts; then -inf, -bool, -far, -lowest: 1hqk, b11k-bool.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = None,

@@ -253,7 +253,7 @@ def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     bias = options.get("bias", "")
     fits = all(given in ("1", letter) for given, letter in zip(bias, "bhqk"))
     if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool", "-far", "-lowest")):
-        hint = "four letters, bhqk or 1 where it broadcasts, then nothing, -inf, -bool, -far or -lowest: 1hqk, b11k-bool"
+        hint = "four letters, bhqk or 1 to broadcast, then nothing, -inf, -bool, -far or -lowest: 1hqk, b11k-bool"
         raise ValueError(f"a bias is {hint}; not {bias!r}")
     if bias and options.get("varlen"):
         raise ValueError("packed sequences take no bias")
