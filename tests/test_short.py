@@ -50,7 +50,7 @@ def test_decoding_takes_it_and_its_derivatives_do_not(machine):
         (posed(64, bias=torch.empty(16, 1, 1, 8192)), "at most 16 queries"),
         (posed(129, batch=1), "at most 128 queries"),
         (posed()._replace(varlen=True, kv_heads=1), "packed sequences of at most 16 query heads"),
-        (posed()._replace(varlen=True, seqlen_q=512), "at most 16 queries"),
+        (posed()._replace(varlen=True, seqlen_q=128), "at most 4 queries of a packed"),
         (posed(0), "empty tensors"),
         (posed(dim=264), "multiple of 8 from 8 to 256; got 264"),
         (posed(dtype=torch.float64), "float16, bfloat16 and float32"),

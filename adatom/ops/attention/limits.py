@@ -96,7 +96,7 @@ def short(p: Problem) -> str | None:
     if not p.varlen and p.bias == "none" and p.dtype != torch.float32:
         most = 128 if p.batch * p.heads < 64 else 64 if max(p.head_dim, p.head_dim_v) > 64 else 16
     if p.seqlen_q > most * (p.batch if p.varlen else 1):
-        return f"takes at most {most} queries of such problems"
+        return f"takes at most {most} queries of {'a packed sequence on average' if p.varlen else 'such problems'}"
     return None
 
 
