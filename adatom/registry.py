@@ -47,6 +47,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "one_tile", "attention.triton_tile:forward", attention.one_tile),
     Row("attention_fwd", "short", "attention.triton_short:forward", attention.short),
     Row("attention_fwd", "hopper_deep", "attention.hopper_deep_fwd:forward", attention.hopper_deep_fwd),
+    Row("attention_fwd", "hopper_shared", "attention.hopper_shared_fwd:forward", attention.hopper_shared_fwd),
     Row("attention_fwd", "hopper", "attention.hopper_fwd:forward", attention.hopper_fwd),
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),

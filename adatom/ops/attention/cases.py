@@ -248,6 +248,7 @@ GPU: tuple[Case, ...] = (
     Case("bias bhqk -far", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-far"),
     Case("bias 1hqk -far f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-far"),
     Case("bias b11k -far f32", 2, 4, 4, 256, 256, 64, 64, F32, bias="b11k-far"),
+    Case("bias 1hqk -lowest", 32, 4, 4, 333, 424, 64, 64, BF16, bias="1hqk-lowest"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
     # so many tiles that Hopper's backward is the fastest
     Case("many", 4, 16, 16, 1024, 1024, 64, 64, BF16),
@@ -301,6 +302,7 @@ GPU: tuple[Case, ...] = (
     Case("rows of triangle attention 24x32 f16", 20, 4, 4, 530, 520, 24, 32, F16, bias="2hqk"),
     Case("rows of triangle attention -inf", 17, 3, 3, 533, 600, 32, 32, BF16, bias="11qk-inf"),
     Case("rows of triangle attention -far", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-far", layout="bshd"),
+    Case("rows of triangle attention -lowest", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-lowest"),
     Case("rows of triangle attention f32", 16, 4, 4, 384, 384, 32, 32, F32, bias="1hqk"),
     Case("bias 1hqk tf32", 2, 4, 4, 256, 300, 64, 64, F32, "tf32", bias="1hqk"),
     Case("kv_lens", 5, 4, 2, 333, 421, 64, 64, BF16, kv_lens=True),

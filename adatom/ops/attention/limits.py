@@ -155,7 +155,7 @@ def hopper_deep_fwd(p: Problem) -> str | None:
     return None
 
 
-def _hopper_shared(p: Problem) -> str | None:
+def hopper_shared_fwd(p: Problem) -> str | None:
     """A full bias that many share, to head_dim 32: sm_90, what TMA can read, no masks."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
@@ -178,7 +178,7 @@ def _hopper_shared(p: Problem) -> str | None:
 
 def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
-    if (why := _hopper_shared(p)) is not None:
+    if (why := hopper_shared_fwd(p)) is not None:
         return why
     if not p.bias_grad:
         return "makes dQ along with the gradient of the bias, which nobody wants"

@@ -17,7 +17,6 @@ from adatom.ops.moe.triton_order import order as order_of
 from adatom.ops.moe.triton_order import places_of
 from adatom.ops.moe.triton_rows import at_places, clear_dropped, spread
 
-GATHERED = 0  # rows of an expert, on average, below which a forward's first product gathers them
 FEW = 200  # rows of an expert, on average, below which Triton's products are faster: they gather rows themselves
 
 
@@ -27,10 +26,7 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, T
     lines = lines_of(offsets, x.pairs, rows_of(x.pairs, x.experts))
     wide = x.w_down.shape[2]
     a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
-    if x.pairs < GATHERED * x.experts:
-        product(x.x, x.w_gate_up, a, lines, 0, act=o.activation, pre=pre, order=order, top_k=x.top_k)
-    else:
-        product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)
+    product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)
     if pre is not None:
         clear_dropped(pre, offsets)
     y = x.x.new_empty(x.pairs, x.x.shape[1])

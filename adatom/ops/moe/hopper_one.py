@@ -81,7 +81,7 @@ def _gate_kernel(X, W, Indices, A, experts, K, N, stride_x, stride_e, stride_j, 
         ups = gl.zeros([ROWS, WIDE], gl.float32, LAYOUT)
         for step in range(steps):
             k = step * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
-            x = gl.load(X + pair // TOP_K * stride_x + k, mask=k < K, other=0.0).to(gl.float32)[None, :]
+            x = gl.load(X + (pair // TOP_K).to(gl.int64) * stride_x + k, mask=k < K, other=0.0).to(gl.float32)[None, :]
             async_copy.wait_group(STAGES - 2)
             gates += gate_s.index(n % STAGES).load(LAYOUT).to(gl.float32) * x
             ups += up_s.index(n % STAGES).load(LAYOUT).to(gl.float32) * x
@@ -149,7 +149,7 @@ def _down_kernel(A, W, Indices, Weights, Out, Order, Offsets, Places, experts, K
         let_next(True)
         wait_for_previous(True)
         A += token * TOP_K * K
-        Weights += token * stride_t
+        Weights += token.to(gl.int64) * stride_t
         values = ()
         for p in gl.static_range(TOP_K):
             w = gl.load(Weights + p * stride_w).to(gl.float32)

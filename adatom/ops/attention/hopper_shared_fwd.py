@@ -1,0 +1,275 @@
+"""Attention forward on Hopper (Gluon) to head_dim 32, where several (batch, head) share a full bias, as in triangle
+attention.
+
+Each of four consumer warpgroups owns 64 queries: two of them the same 128 of one sharer, the others those of the next,
+so that a tile of the bias is read once for two sharers, and one of keys and values for 128 queries. A producer warp
+brings them by TMA. At head_dim 32 there is more to do for exponentials than for products: with four warps for a
+scheduler, some exponentiate while others wait for their products, without any order among them.
+
+A row's maximum over its first 64 keys is subtracted from all of its scores, so that nothing need be scaled anew: P of
+16 bits and float32 sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did
+not, or a row saw nothing, its program does all of its tiles again with running maxima, in a second launch of the same
+kernel, which otherwise ends at once. Which of the two a row's numbers come from does not vary from run to run.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from adatom.ops.attention.hopper_shared_bias import DIM, widened
+from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
+from adatom.ops.attention.triton_call import Call, remembered
+from adatom.tiles.hopper import (
+    LN2,
+    LOG2E,
+    Launch,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    load_tile,
+    make_barriers,
+    make_tiles,
+    release,
+    slot,
+    store_tile,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = gl.constexpr(128)  # queries and keys of a tile of the bias
+HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
+SHARERS = gl.constexpr(2)  # that work beside each other
+STAGES = gl.constexpr(3)  # buffers of keys, values and bias
+Q_STAGES = gl.constexpr(2)
+_SPILL = 64
+
+
+@gluon.jit
+def _tile(t, counts):
+    """(slice of the bias, first query, first sharer) of tile t: the queries of a few sharers follow each other."""
+    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+    n_m = (len_q + BLOCK - 1) // BLOCK
+    group = t // n_m
+    piece = group // groups
+    return piece, (t - group * n_m) * BLOCK, (group - piece * groups) * SHARERS
+
+
+@gluon.jit
+def _sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
+    """(batch, head) number r of those that share a slice of the bias, or the last. SHARED_HEADS: it serves all heads.
+    """
+    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+    r = gl.minimum(r, shared - 1)
+    if SHARED_HEADS:
+        return piece * repeats + r // heads, r % heads
+    else:
+        return piece // bias_heads * repeats + r, piece % bias_heads
+
+
+@gluon.jit
+def _unfit(Unfit):
+    """Whether a consumer of this program met a row whose first keys were no measure for the others."""
+    at = Unfit + gl.program_id(0) * (2 * SHARERS)
+    return (gl.load(at) | gl.load(at + 1) | gl.load(at + 2) | gl.load(at + 3)) != 0
+
+
+@gluon.jit
+def _producer(Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, EXACT: gl.constexpr):
+    """Keeps the rings full."""
+    q_s, k_s, v_s, bias_s = tiles
+    q_full, q_empty, full, empty = bars
+    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+    bias_b, bias_h = several
+    if EXACT:
+        n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, m0, first = _tile(t, counts)
+        i_q = slot(turn, Q_STAGES)
+        wait_empty(q_empty, turn, Q_STAGES)
+        for c in gl.static_range(SHARERS * 2):
+            b, h = _sharer(first + c // 2, piece, counts, SHARED_HEADS)
+            load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
+        for n0 in range(0, len_k, BLOCK):
+            i = slot(n, STAGES)
+            wait_empty(empty, n, STAGES)
+            for c in gl.static_range(SHARERS):
+                b, h = _sharer(first + c, piece, counts, SHARED_HEADS)
+                load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
+                load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
+            for c in gl.static_range(2):
+                load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
+                          full.index(i), bias_s.index(i * 2 + c))
+            n += 1
+        turn += 1
+
+
+@gluon.jit
+def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
+              EVEN_N: gl.constexpr, EXACT: gl.constexpr, MOST: gl.constexpr):
+    """Computes HALF rows of out and lse of a sharer, tile after tile."""
+    q_s, k_s, v_s, bias_s = tiles
+    q_full, q_empty, full, empty = bars
+    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    zeros = gl.zeros([HALF, HALF], gl.float32, S)
+    EIGHT: gl.constexpr = HALF // 8
+    n = 0
+    turn = 0
+    if EXACT:
+        n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
+    unfit = gl.full([HALF], 0, gl.int32, ROWS)
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, m0, first = _tile(t, counts)
+        i_q = slot(turn, Q_STAGES)
+        wait_full(q_full, turn, Q_STAGES)
+        q = q_s.index(i_q * (SHARERS * 2) + C)
+        m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+        base = gl.full([HALF], 0.0, gl.float32, ROWS)
+        l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
+        acc = gl.zeros([HALF, DIM], gl.float32, O)
+        for n0 in range(0, len_k, BLOCK):
+            i = slot(n, STAGES)
+            wait_full(full, n, STAGES)
+            for part in gl.static_range(2):
+                k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                bias = bias_s.index(i * 2 + C % 2).slice(part * HALF, HALF, dim=1).load(S)
+                s, acc = warpgroup_mma_wait(0, deps=(s, acc))  # and P V of the part before
+                # a bias may be as large as -1e9: what is subtracted must be one of the scores
+                s = s * scale + widened(bias)
+                if not EVEN_N:
+                    if n0 + BLOCK > len_k:
+                        columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
+                        s = gl.where(columns[None, :] < len_k, s, float("-inf"))
+                if EXACT:
+                    m_new = gl.maximum(m, gl.max(s, 1))
+                    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+                    alpha = gl.exp2((m - base) * LOG2E)
+                    m = m_new
+                    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                elif part == 0:
+                    if n0 == 0:
+                        m = gl.max(s, 1)
+                        near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
+                        m = gl.where(near, m, 0.0)
+                        base = m * LOG2E
+                        unfit |= gl.where(near, 0, 1)
+                if EXACT:
+                    p = gl.exp2((s - base[:, None]) * LOG2E)
+                else:
+                    p = gl.exp2(s * LOG2E - base[:, None])
+                l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
+                p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
+                acc = warpgroup_mma(p16, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            release(empty, n, STAGES)
+            n += 1
+        l = gl.convert_layout(gl.sum(l, 1), ROWS)
+        if not EXACT:
+            unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
+        seen = l > 0.0
+        l = gl.where(seen, l, 1.0)
+        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+        q.store(acc.to(q.dtype))
+        fence_async_shared()
+        b, h = _sharer(first + C // 2, piece, counts, SHARED_HEADS)
+        m0 += C % 2 * HALF
+        store_tile(Out, b, h, m0, 0, q)
+        rows = m0 + gl.arange(0, HALF, ROWS)
+        lse = gl.where(seen, m + gl.log2(l) * LN2, float("-inf"))
+        gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
+        tma.store_wait(0)
+        gl.barrier()
+        release(q_empty, turn, Q_STAGES)
+        turn += 1
+    if not EXACT:
+        gl.store(Unfit + gl.program_id(0) * (2 * SHARERS) + C, gl.max(unfit, 0))
+
+
+_COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "len_q", "len_k", "n_tiles"]
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q,
+                len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
+                MOST: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
+    """out and lse of tiles of 128 queries of two sharers.
+
+    Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in `groups`
+    of two; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    """
+    q_s = make_tiles(Q, Q_STAGES * SHARERS * 2)
+    k_s = make_tiles(K, STAGES * SHARERS)
+    v_s = make_tiles(V, STAGES * SHARERS)
+    bias_s = make_tiles(Bias, STAGES * 2)
+    q_full = make_barriers(Q_STAGES, 2 * SHARERS)
+    q_empty = make_barriers(Q_STAGES, 2 * SHARERS)
+    full = make_barriers(STAGES, 2 * SHARERS + 2)
+    empty = make_barriers(STAGES, 2 * SHARERS)
+    fence_async_shared()
+    let_next(EARLY)
+    wait_for_previous(EARLY)
+    tiles = (q_s, k_s, v_s, bias_s)
+    bars = (q_full, q_empty, full, empty)
+    counts = (heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles)
+    several = (bias_b, bias_h)
+    gl.warp_specialize([
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, EXACT, MOST)),
+        (_producer, (Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS, EXACT)),
+    ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
+
+
+class Launches(NamedTuple):
+    """The launches of one forward."""
+
+    main: Launch
+    again: Launch
+
+
+def _launches(x: Inputs, o: Options) -> Launches:
+    call = Call(x, o)
+    assert x.bias is not None
+    n, dim = BLOCK.value, DIM.value
+    slices = x.bias.shape[0] * x.bias.shape[1]
+    shared = call.batch * call.heads // slices
+    groups = -(-shared // SHARERS.value)
+    n_tiles = -(-call.len_q // n) * slices * groups
+    scalars = (
+        *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.repeats, x.bias.shape[1], shared,
+        groups, call.len_q, call.len_k, n_tiles, call.scale,
+    )  # fmt: skip
+    meta = {
+        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EXACT": False,
+        "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "EARLY": True, "REGISTERS": 112, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
+    blocks = {"Q": (n // 2, dim), "K": (n, dim), "V": (n, dim), "Bias": (n // 2, n), "Out": (n // 2, dim)}
+    programs = min(n_tiles, call.device.sms)
+    return Launches(
+        *(Launch(_fwd_kernel, programs, scalars, meta | {"EXACT": exact}, _SPILL, blocks) for exact in (False, True))
+    )
+
+
+def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; the contract is in docs/design.md."""
+    out, lse = empty_out(x.q, x.v), empty_lse(x.q)
+    plan = remembered(x, "fwd", lambda: _launches(x, o))
+    unfit = torch.empty(plan.main.programs * 2 * SHARERS.value, dtype=torch.int32, device=lse.device)
+    for launch in plan:
+        launch(x.q, x.k, x.v, x.bias, out, lse, unfit)
+    return out, lse
