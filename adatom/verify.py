@@ -500,6 +500,8 @@ def command(
     does not pass. On a CPU, Triton's kernels are judged too under TRITON_INTERPRET=1.
     """
     console = Console()
+    # huge cases need most of the memory: no holes may be left in it; read when CUDA starts, also by processes
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
