@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from adatom.device import facts
+
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-ANY_DEVICE = False  # for tests
+ANY_DEVICE = False  # for tests: the short way on a CPU for every op
 
 
 def watched() -> bool:
@@ -25,18 +27,26 @@ def watched() -> bool:
     )
 
 
-def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that a choice of kernel and its launch depend on, hashable; None unless all tensors are plain, on a GPU."""
-    key: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+def signature(args: tuple[Any, ...], cpu: bool = False) -> tuple[Any, ...] | None:
+    """All that a choice of kernel and its launch depend on, hashable; None unless all tensors are plain, on a GPU, or
+    if `cpu` on a CPU."""
+    key: list[Any] = [torch._C._get_deterministic_algorithms()]
+    machine = None
     try:
         for x in args:
             if x is None:
                 key.append(None)
             elif type(x) in PLAIN:
                 address = x.data_ptr()
-                if not (x.is_cuda or ANY_DEVICE) or x.is_neg() or not address and x.numel():  # zeros without storage
+                if x.is_cuda:
+                    where: Any = x.get_device()
+                elif x.is_cpu and (cpu or ANY_DEVICE):
+                    where = machine = machine or facts(x.device)  # it may stand for another device
+                else:
                     return None
-                key += x.shape, x.stride(), x.dtype, x.get_device(), address & 15
+                if x.is_neg() or not address and x.numel():  # zeros without storage
+                    return None
+                key += x.shape, x.stride(), x.dtype, where, address & 15
             elif isinstance(x, torch.Tensor):
                 return None
             else:

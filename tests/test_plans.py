@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import adatom
-from adatom import signature
+from adatom import device, signature
 from adatom.ops.attention import api, op
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +84,23 @@ def short(monkeypatch):
     monkeypatch.setattr(signature, "ANY_DEVICE", True)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(api, "_plans", {})
+
+
+def test_a_cpu_takes_the_short_way_and_still_looks_at_lengths(monkeypatch):
+    monkeypatch.setattr(op, "_ready", {})
+    monkeypatch.setattr(api, "_plans", {})
+    q = torch.randn(2, 2, 8, 16)
+    for _ in range(2):
+        out = adatom.attention(q, q, q)
+    assert len(api._plans) == 1
+    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-6)
+    adatom.attention(q, q, q, kv_lens=torch.tensor([8, 3]))
+    with pytest.raises(ValueError, match="kv_lens between 0 and seqlen_k"):
+        adatom.attention(q, q, q, kv_lens=torch.tensor([9, 3]))
+    here = signature.signature((q,), cpu=True)
+    with device.pretend(device.Device("cuda", 90, 132, 232448)):
+        assert signature.signature((q,), cpu=True) != here
+    assert signature.signature((q,)) is None
 
 
 def test_what_differs_has_a_signature_of_its_own(short):

@@ -185,7 +185,7 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
 
 class _Plan:
     """A call that was checked before: its options, launcher and memo. Python's way to the GPU is long; this is the
-    short one, past argument checks, PyTorch's dispatcher and the choice of a kernel."""
+    short one, past argument checks, PyTorch's dispatcher and the choice of a kernel; to a CPU's too."""
 
     def __init__(self, key: Any, x: Inputs, o: Options, backend: str | None, return_lse: bool) -> None:
         self.o, self.options, self.return_lse = o, (*o, backend), return_lse
@@ -224,10 +224,13 @@ _plans: dict[Any, _Plan] = {}
 
 def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
     """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision); None
-    for those that are traced, profiled, transformed, cast or copied, and for tensors that are not on a GPU."""
+    for those that are traced, profiled, transformed, cast or copied, and for kv_lens on a CPU, which are looked at."""
     if watched():
         return None
-    key = signature(tensors)
+    kv_lens = tensors[5]
+    if isinstance(kv_lens, torch.Tensor) and not kv_lens.is_cuda:
+        return None
+    key = signature(tensors, cpu=True)
     if key is None:
         return None
     try:

@@ -75,7 +75,7 @@ def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch
     """Choose a row for the call that `args` begins with, and launch it with the rest of `args`."""
     tensors, numbers, rest = args[:_N_INPUTS], args[_N_INPUTS:_N_CALL], args[_N_CALL:]
     o, backend = Options(*numbers[:-1]), numbers[-1]
-    key = signature(tensors + rest)
+    key = signature(tensors + rest, cpu=True)
     if key is None:
         x = Inputs(*tensors)
         launch = load(choose(op, problem(x, o, bias_grad), backend).target)
@@ -182,7 +182,7 @@ class Attention(Function):
 class PlannedAttention(Function):
     """(plan, q, k, v, bias, sinks, kv_lens) -> out, or (out, lse) if plan.return_lse.
 
-    Attention for eager mode on a GPU, where the host's time counts. plan computes (out, lse) of these tensors.
+    Attention for eager mode, where the host's time counts. plan computes (out, lse) of these tensors.
     """
 
     @staticmethod
@@ -198,7 +198,7 @@ class PlannedAttention(Function):
         differentiate: Any = attention_bwd
         if _further():
             differentiate = partial(apply, AttentionBackward)
-        elif not watched() and signature((dout, dlse)) is not None:
+        elif not watched() and signature((dout, dlse), cpu=True) is not None:
             differentiate = _grads  # past the dispatcher
         return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
 

@@ -193,7 +193,7 @@ def absent(x: torch.Tensor) -> torch.Tensor:
 
 def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """An unwritten output for queries q and values v, whose memory order follows q (heads may lie inside length)."""
-    if q.size(-1) == v.size(-1):
+    if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
     *lead, _ = q.shape
     if q.dim() == 4 and q.stride(1) < q.stride(2):
