@@ -44,7 +44,7 @@ def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ceilings, short host timings."""
     monkeypatch.setattr(run, "ceilings", lambda clock: {"fp32 matmul": 0.1, "copy": 10.0})
-    monkeypatch.setattr(run, "host_microseconds", lambda call, device: timing.host_microseconds(call, device, 2))
+    monkeypatch.setattr(run, "host_microseconds", lambda calls, device: timing.host_microseconds(calls, device, 2))
 
 
 # rivals ------------------------------------------------------------------------------------------------------------

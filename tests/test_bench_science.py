@@ -38,7 +38,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SMALL._replace(name="plain", bias="")
     monkeypatch.setattr(cases, "BENCH_CPU", {"plain": (plain,), "jvp": (plain,), "second": (plain,)})
     monkeypatch.setattr(run, "ceilings", lambda clock: {"fp32 matmul": 0.1, "copy": 10.0})
-    monkeypatch.setattr(run, "host_microseconds", lambda call, device: timing.host_microseconds(call, device, 2))
+    monkeypatch.setattr(run, "host_microseconds", lambda calls, device: timing.host_microseconds(calls, device, 2))
 
 
 def compare(**options: Any) -> list[dict[str, Any]]:

@@ -323,21 +323,22 @@ def host(device: torch.device, backend: str | None = None) -> tuple[str, list[di
     shape, dtype = ((1, 8, 128, 64), torch.bfloat16) if cuda else ((1, 1, 8, 8), torch.float32)
     b, h, s, d = shape
     given = {name: torch.randn(shape, dtype=dtype, device=device) for name in ("q", "k", "v")}
-    entries = []
     contenders: dict[str, Callable[..., Any]] = {
         "adatom": partial(attention, backend=backend),
         "sdpa": scaled_dot_product_attention,
     }
+    kinds = {"without_grad": False, "with_grad": True}
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, call in contenders.items():
-        times: dict[str, Any] = {"contender": name}
-        for kind, grad in (("without_grad", False), ("with_grad", True)):
-            tensors = [given[x].detach().requires_grad_(grad) for x in ("q", "k", "v")]
+        for kind, grad in kinds.items():
+            made = partial(call, *(given[x].detach().requires_grad_(grad) for x in ("q", "k", "v")))
             try:
-                with torch.set_grad_enabled(grad):
-                    times[kind] = host_microseconds(partial(call, *tensors), device)
+                made()
+                calls[name, kind] = made
             except (NotImplementedError, ValueError):  # the backend that was asked for does not run here
-                times[kind] = None
-        entries.append(times)
+                pass
+    taken = host_microseconds(calls, device)
+    entries = [{"contender": name, **{kind: taken.get((name, kind)) for kind in kinds}} for name in contenders]
     return f"attention {shape} {str(dtype).removeprefix('torch.')}", entries
 
 

@@ -155,20 +155,27 @@ def peak_bytes(job: Job, device: torch.device) -> int:
     return most
 
 
-def host_microseconds(call: Callable[[], Any], device: torch.device, calls: int = 300) -> float:
-    """Host microseconds of one `call`: the median over 5 runs of many calls, none of which waits for the GPU."""
+def host_microseconds(
+    calls: dict[Any, Callable[[], Any]], device: torch.device, times: int = 100, rounds: int = 20
+) -> dict[Any, float]:
+    """Host microseconds of each of these calls, by name: the median over rounds in which they take turns.
+
+    In its turn a call is made so many times, and none of them waits for the GPU. A processor that is shared is slow for
+    a while, or as long as a process runs; turns let that hit all calls alike.
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda *_: None
-    times = []
-    for i in range(6):  # the first run warms up
-        wait(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        elapsed = time.perf_counter() - start
-        if i:
-            times.append(1e6 * elapsed / calls)
+    taken: dict[Any, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):  # the first round warms up
+        for name, call in calls.items():
+            wait(device)
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            elapsed = time.perf_counter() - start
+            if i:
+                taken[name].append(1e6 * elapsed / times)
     wait(device)
-    return quantile(times, 0.5)
+    return {name: quantile(each, 0.5) for name, each in taken.items()}
 
 
 _PRODUCTS = (("bf16 matmul", torch.bfloat16), ("TF32 matmul", torch.float32), ("fp32 matmul", torch.float32))
