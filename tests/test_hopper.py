@@ -85,6 +85,17 @@ def test_persistent_programs_are_balanced():
             assert not config.persistent or plan.imbalance(group, call, config) <= 1.1
 
 
+def test_tiles_are_counted_where_they_are_many():
+    """A counter must be zeroed first: it pays where a program has several tiles, and they much work."""
+    config = plan.FAST[128, "causal"][1024]
+    for causal in (False, True):
+        assert plan.counted(config, call_of((128, 128), (1024, 1024), batch=32, heads=16, causal=causal))
+        assert not plan.counted(config, call_of((128, 128), (1024, 1024), batch=4, heads=16, causal=causal))
+        assert not plan.counted(config, call_of((128, 128), (32768, 32768), batch=1, heads=2, causal=causal))
+    many = call_of((64, 64), (4096, 4096), batch=8, heads=32)
+    assert not plan.counted(config, many) and not plan.counted(config._replace(persistent=False), many)
+
+
 def test_descriptors():
     """A size-1 dimension may have any stride; the box is one tile of one (batch, head)."""
     x = torch.empty(512 * 40, dtype=torch.bfloat16).as_strided((1, 1, 512, 40), (1, 3, 40, 1))

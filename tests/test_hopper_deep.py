@@ -50,7 +50,7 @@ class Shared:
     def __init__(self, flat: torch.Tensor, shape: list[int], layout: str) -> None:
         assert flat.numel() == math.prod(shape)
         self.flat, self.shape, self.layout, self.dtype, self.turned = flat, list(shape), layout, flat.dtype, False
-        self.part: tuple[int, int] | None = None  # columns
+        self.part = slice(None), slice(None)  # rows and columns
 
     def index(self, i: int) -> Shared:
         assert 0 <= i < self.shape[0]
@@ -65,16 +65,16 @@ class Shared:
         return turned
 
     def slice(self, start: int, n: int, dim: int) -> Shared:
-        assert dim == 1
         part = Shared(self.flat, self.shape, self.layout)
-        part.part = (start, start + n)
+        some = slice(start, start + n)
+        part.part = (some, slice(None)) if dim == 0 else (slice(None), some)
         return part
 
     def load(self, layout: Any = None) -> Register:
         x = self.flat.view(self.shape)
         if self.layout == SWIZZLED and len(self.shape) == 2:
             x = self.flat.view(-1, self.shape[0], 64).transpose(0, 1).reshape(self.shape)
-        x = x if self.part is None else x[:, slice(*self.part)]
+        x = x[self.part] if len(self.shape) == 2 else x
         return register((x.T if self.turned else x).clone())
 
     def store(self, x: torch.Tensor) -> None:

@@ -294,6 +294,11 @@ GPU: tuple[Case, ...] = (
     Case("packed long 64", 1, 4, 2, 2100, 2100, 64, 64, BF16, varlen=True, magnitude=8.0),
     Case("packed long 128", 1, 4, 2, 2300, 2300, 128, 128, BF16, varlen=True, causal=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
+    # so many tiles that programs of that forward take them from a counter
+    Case("counted tiles causal", 5, 8, 8, 2048, 2048, 128, 128, BF16, causal=True),
+    Case("counted tiles", 5, 8, 2, 2100, 2048, 128, 128, BF16),
+    Case("counted tiles 64", 5, 8, 4, 2048, 2176, 64, 64, BF16, causal=True, sinks=True),
+    Case("counted tiles of odd lengths", 5, 8, 4, 2001, 2077, 128, 96, BF16, causal=True, magnitude=30.0),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
     Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_fwd_fast import _fast_kernel
-from adatom.ops.attention.hopper_fwd_plan import balance, in_place, pick, stages, without_maxima
+from adatom.ops.attention.hopper_fwd_plan import balance, counted, in_place, pick, stages, without_maxima
 from adatom.ops.attention.hopper_fwd_tiles import (
     FULL,
     KEY,
@@ -224,6 +224,7 @@ class Launches(NamedTuple):
     main: Launch
     lines: int  # numbers of that table
     fast: bool  # main is the kernel without maxima
+    counted: bool  # its programs take tiles from a counter
 
 
 def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
@@ -231,7 +232,11 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
     without = without_maxima(call, dims)
     fast = without is not None
-    config, group = balance(without or pick(call, dims), call)
+    chosen = without or pick(call, dims)
+    config, group = balance(chosen, call)
+    takes = fast and counted(chosen, call)
+    if takes:
+        config = chosen
     q_stages, bias_stages = stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
@@ -265,7 +270,9 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     sizes = (heads, kv_heads, n_heads, group, *lengths, n_tiles, call.scale)
     programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
     if fast:
-        meta |= dict(HEAD_DIM=call.head_dim)
+        square = call.right == 0 and call.len_k >= call.len_q and x.kv_lens is None and not call.varlen
+        square = square and rows == config.block_n and (call.len_k - call.len_q) % rows == 0 and config.persistent
+        meta |= dict(SQUARE=square, COUNTED=takes, HEAD_DIM=call.head_dim)
         scalars = (*call.strides(out)[1:], *call.strides(x.k), *call.strides(x.v), *sizes)
         main = Launch(_fast_kernel, programs, scalars, meta, config.spill, blocks)
     else:
@@ -285,7 +292,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
         scalars = (*call.strides(out)[1:], *call.bias_strides, *several, *sizes, o.softcap)
         main = Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
     table = table_launch(call, rows, 3 * call.device.sms * rows // 2) if call.varlen else None
-    return Launches(table, main, table_size(call, rows), fast)
+    return Launches(table, main, table_size(call, rows), fast, takes)
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +307,8 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     q, k, v = boxed(x.q), boxed(x.k), boxed(x.v)
     if plan.fast:
-        plan.main(q, k, v, x.sinks, x.kv_lens, order, boxed(out), x.k, x.v, out, lse)
+        taken = torch.zeros(1, dtype=torch.int32, device=lse.device) if plan.counted else None
+        plan.main(q, k, v, x.sinks, x.kv_lens, order, taken, boxed(out), x.k, x.v, out, lse)
     else:
         plan.main(q, k, v, bias, x.sinks, x.kv_lens, order, boxed(out), out, lse)
     return out, lse

@@ -49,7 +49,7 @@ FAST: dict[tuple[int, str], dict[int, Config | None]] = {
     (64, "causal"): {0: None, 1024: _FAST_64},
     (64, "packed"): {0: None, 1024: _FAST_64},
     (128, "full"): {0: None, 1024: _FAST},
-    (128, "causal"): {0: None, 2048: _FAST},
+    (128, "causal"): {0: None, 1024: _FAST},
     (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
 }
 
@@ -132,3 +132,12 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
             break
     worst, group = min(tried)
     return (config, group) if worst <= 1.1 else (config._replace(persistent=False), most)
+
+
+def counted(config: Config, call: Call) -> bool:
+    """Whether programs of the kernel without maxima take tiles from a counter, so that who is faster takes more: where
+    that was measured as faster, and so much work that it is worth a launch that zeroes the counter."""
+    tiles = call.programs(call.len_q, config.consumers * config.block_m)
+    much = tiles >= 4 * call.device.sms and tiles * call.len_k >= 8192 * call.device.sms
+    measured = call.right >= 0 or max(call.head_dim, call.head_dim_v) > 64
+    return config.persistent and not call.varlen and much and measured
