@@ -45,6 +45,7 @@ class Row(NamedTuple):
 
 ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "one_tile", "attention.triton_tile:forward", attention.one_tile),
+    Row("attention_fwd", "hopper_tile", "attention.hopper_tile_fwd:forward", attention.hopper_tile_fwd),
     Row("attention_fwd", "short", "attention.triton_short:forward", attention.short),
     Row("attention_fwd", "hopper_deep", "attention.hopper_deep_fwd:forward", attention.hopper_deep_fwd),
     Row("attention_fwd", "hopper_shared", "attention.hopper_shared_fwd:forward", attention.hopper_shared_fwd),

@@ -260,7 +260,7 @@ def test_explicit_backend_never_falls_back():
 
 def test_unknown_backend_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, short, hopper_deep, "
+        ValueError, match="no backend 'cudnn' for attention_fwd; there are: one_tile, hopper_tile, short, hopper_deep, "
     ):
         choose("attention_fwd", posed(), "cudnn")
 

@@ -301,6 +301,17 @@ GPU: tuple[Case, ...] = (
     Case("counted tiles of odd lengths", 5, 8, 4, 2001, 2077, 128, 96, BF16, causal=True, magnitude=30.0),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
+    *(
+        Case(f"one tile {lq}x{lk} {d}", 133, 8, kv, lq, lk, d, d, dtype, **options)
+        for lq, lk, d, kv, dtype, options in (
+            (128, 128, 64, 8, BF16, {}),
+            (128, 100, 128, 2, F16, {"layout": "bshd"}),
+            (100, 128, 72, 8, BF16, {"causal": True}),
+            (128, 64, 96, 4, BF16, {"causal": True, "layout": "bshd"}),
+            (64, 64, 128, 8, BF16, {}),
+            (100, 90, 96, 8, F16, {"window": (30, 20)}),
+        )
+    ),
     Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
     Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
     Case("rows of triangle attention", 32, 4, 4, 500, 520, 32, 32, BF16, bias="1hqk"),

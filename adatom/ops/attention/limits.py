@@ -100,8 +100,7 @@ def short(p: Problem) -> str | None:
     return None
 
 
-def hopper_fwd(p: Problem) -> str | None:
-    """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
+def _hopper_fwd_ever(p: Problem) -> str | None:
     if p.device.kind != "cuda":
         return "needs a CUDA device"
     if p.device.arch != 90:
@@ -115,6 +114,13 @@ def hopper_fwd(p: Problem) -> str | None:
         return "does not take empty tensors"
     if not p.tma:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def hopper_fwd(p: Problem) -> str | None:
+    """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
+    if (why := _hopper_fwd_ever(p)) is not None:
+        return why
     if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
         return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
     if (why := _narrow_values(p)) is not None:
@@ -124,6 +130,23 @@ def hopper_fwd(p: Problem) -> str | None:
     if p.bias == "full" and not p.bias_tma:
         return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
     return _hopper_fwd_slower(p)
+
+
+def hopper_tile_fwd(p: Problem) -> str | None:
+    """At most 128 queries and keys, head_dim 40 to 128: sm_90, 16-bit floats, what TMA can read, no bias."""
+    if (why := _hopper_fwd_ever(p)) is not None:
+        return why
+    if p.varlen or p.kv_lens or p.sinks or p.softcap or p.bias != "none":
+        return "takes no packed sequences, kv_lens, sinks, softcap or bias"
+    if p.seqlen_q > 128 or p.seqlen_k > 128:
+        return "takes at most 128 queries and 128 keys"
+    if p.head_dim != p.head_dim_v or not 32 < p.head_dim <= 128:
+        return f"takes head_dims 40 to 128, q's and v's alike; got {p.head_dim}, v's {p.head_dim_v}"
+    if p.batch * p.heads < 8 * p.device.sms:
+        return f"has fewer than {8 * p.device.sms} heads in all, too few to repay tensor descriptors"
+    if p.least_length < 64:
+        return "computes tiles of 64 queries and keys, which is slow below 64"
+    return None
 
 
 def _hopper_fwd_slower(p: Problem) -> str | None:
