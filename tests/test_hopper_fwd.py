@@ -178,6 +178,7 @@ def play(names: dict[str, Any], roles: dict[str, tuple[Any, ...]]) -> None:
 
 CASES = (
     ((300, 400), (2, 2, 1), {}, 0.0),
+    ((100, 300), (1, 3, 2), {}, 0.0),
     ((400, 400), (2, 4, 2), {"causal": True}, 0.0),
     ((400, 390), (3, 4, 2), {"causal": True}, 0.0),
     ((300, 428), (2, 2, 1), {"causal": True, "sinks": True}, 100.0),
@@ -224,8 +225,20 @@ def test_where_it_serves():
         return plan.without_maxima(call, (call.meta["BLOCK_D"], call.meta["BLOCK_DV"])) is not None
 
     assert serves() and serves(128, causal=True) and serves(80) and serves(window=(None, 7))
-    assert not serves(256) and not serves(length=256) and not serves(dtype=torch.float16) and not serves(softcap=2.0)
+    assert (
+        not serves(256)
+        and not serves(length=255)
+        and serves(length=256)
+        and not serves(dtype=torch.float16)
+        and not serves(softcap=2.0)
+    )
     assert not serves(scale=-1.0) and not serves(window=(7, None))
     assert not serves(bias=torch.empty(1, 1, 1, 4096, device="meta"))
     assert not serves(length=2048) and serves(length=1024) and serves(128, length=1024, causal=True)
-    assert not serves(128, length=1023, causal=True)
+    assert serves(128, length=512) and not serves(128, length=511)
+    assert (
+        serves(length=512, causal=True)
+        and serves(128, length=512, causal=True)
+        and not serves(128, length=511, causal=True)
+    )
+    assert not serves(length=1023, window=(None, 7)) and not serves(length=256, causal=True)

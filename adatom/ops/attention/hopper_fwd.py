@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_fwd_fast import _fast_kernel
-from adatom.ops.attention.hopper_fwd_plan import balance, counted, in_place, pick, stages, without_maxima
+from adatom.ops.attention.hopper_fwd_plan import balance, counted, in_place, pick, square, stages, without_maxima
 from adatom.ops.attention.hopper_fwd_tiles import (
     FULL,
     KEY,
@@ -217,6 +217,9 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, 
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
 
+_REGISTERS = 65536  # of a multiprocessor
+
+
 class Launches(NamedTuple):
     """The launches of one forward: what follows from shapes and options."""
 
@@ -268,11 +271,12 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     }
     heads, kv_heads, _, n_heads, _, *lengths = call.counts()
     sizes = (heads, kv_heads, n_heads, group, *lengths, n_tiles, call.scale)
-    programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
+    programs = min(n_tiles, config.each * call.device.sms) if config.persistent else n_tiles
+    if config.each > 1:
+        meta["maxnreg"] = _REGISTERS // (config.each * 128 * (config.consumers + 1)) // 8 * 8
     if fast:
-        square = call.right == 0 and call.len_k >= call.len_q and x.kv_lens is None and not call.varlen
-        square = square and rows == config.block_n and (call.len_k - call.len_q) % rows == 0 and config.persistent
-        meta |= dict(SQUARE=square, COUNTED=takes, HEAD_DIM=call.head_dim)
+        diagonal = square(call) and rows == config.block_n == 128 and config.persistent
+        meta |= dict(SQUARE=diagonal, COUNTED=takes, HEAD_DIM=call.head_dim)
         scalars = (*call.strides(out)[1:], *call.strides(x.k), *call.strides(x.v), *sizes)
         main = Launch(_fast_kernel, programs, scalars, meta, config.spill, blocks)
     else:

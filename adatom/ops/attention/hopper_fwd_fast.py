@@ -424,7 +424,12 @@ def _fast_kernel(Q, K, V, Sinks, Lens, Order, Taken, Out, KPtr, VPtr, OutPtr, Ls
     results = (Out, OutPtr, Lse, stride_oh, stride_om)
     given = (Sinks, Lens, Order)
     keys = (KPtr, VPtr, stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm)
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
+        ], [1], [24])
+    elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 1, SQUARE, HEAD_DIM, PLAN)),

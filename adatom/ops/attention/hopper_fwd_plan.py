@@ -9,8 +9,8 @@ from adatom.ops.attention.triton_call import Call
 
 class Config(NamedTuple):
     """How the kernel is tiled: `consumers` warpgroups of block_m queries each, block_n keys, `stages` buffers of keys
-    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors; spill: bytes of
-    registers that options may make it spill."""
+    and of values, registers of a consumer's thread; persistent: as many programs as multiprocessors, or `each` on every
+    one; spill: bytes of registers that options may make it spill."""
 
     consumers: int
     block_m: int
@@ -19,6 +19,7 @@ class Config(NamedTuple):
     registers: int
     persistent: bool
     spill: int = 0
+    each: int = 1
 
 
 _PAIR = Config(2, 64, 128, 2, 240, True)
@@ -44,12 +45,15 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
 # the same for the kernel without maxima, by keys; None: that with maxima. What spills is what computes a tile again
 _FAST = _PAIR._replace(spill=96)
 _FAST_64, _FAST_THREE = _FAST._replace(stages=4), _THREE._replace(spill=400)
+_FAST_ONE = Config(1, 64, 64, 3, 136, True, spill=96, each=3)
 FAST: dict[tuple[int, str], dict[int, Config | None]] = {
-    (64, "full"): {0: None, 1024: _FAST_64, 2048: None, 4096: _FAST_THREE},
+    (64, "full"): {0: None, 256: _FAST_ONE, 1024: _FAST_64, 2048: None, 4096: _FAST_THREE},
     (64, "causal"): {0: None, 1024: _FAST_64},
+    (64, "square"): {0: None, 512: _FAST_64},
     (64, "packed"): {0: None, 1024: _FAST_64},
-    (128, "full"): {0: None, 1024: _FAST},
+    (128, "full"): {0: None, 512: _FAST._replace(block_n=64, stages=4), 1024: _FAST},
     (128, "causal"): {0: None, 1024: _FAST},
+    (128, "square"): {0: None, 512: _FAST},
     (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
 }
 
@@ -64,7 +68,8 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
     bias, rows = call.x.bias, config.consumers * config.block_m
     q = rows * dims[0] * 2
     out = 0 if in_place(dims) else rows * dims[1]
-    free = call.device.shared_memory - 1024 - (out + config.stages * config.block_n * sum(dims)) * 2
+    free = (call.device.shared_memory + 1024) // config.each - 2048  # the system takes 1 KB of each program's
+    free -= (out + config.stages * config.block_n * sum(dims)) * 2
     block = rows * config.block_n * bias.element_size() if bias is not None and call.meta["BIAS"] == 3 else 0
     several = 2 if config.persistent else 1
     for stages in ((several, 2), (several, 1), (1, 1)):
@@ -75,6 +80,12 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
 
 def _kind(call: Call) -> str:
     return "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
+
+
+def square(call: Call) -> bool:
+    """Whether the diagonal of a causal mask is known to end where tiles of 128 queries end."""
+    known = call.right == 0 and not call.varlen and call.x.kv_lens is None
+    return known and call.len_k >= call.len_q and (call.len_k - call.len_q) % 128 == 0
 
 
 def pick(call: Call, dims: tuple[int, int]) -> Config:
@@ -90,7 +101,7 @@ def without_maxima(call: Call, dims: tuple[int, int]) -> Config | None:
         return None
     if call.x.q.dtype != torch.bfloat16 or dims not in ((64, 64), (128, 128)):
         return None
-    table = FAST[dims[0], _kind(call)]
+    table = FAST[dims[0], "square" if square(call) else _kind(call)]
     length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
     return table[max(n for n in table if n <= length)]
 
@@ -138,6 +149,6 @@ def counted(config: Config, call: Call) -> bool:
     """Whether programs of the kernel without maxima take tiles from a counter, so that who is faster takes more: where
     that was measured as faster, and so much work that it is worth a launch that zeroes the counter."""
     tiles = call.programs(call.len_q, config.consumers * config.block_m)
-    much = tiles >= 4 * call.device.sms and tiles * call.len_k >= 8192 * call.device.sms
+    much = tiles >= 4 * call.device.sms and tiles * call.len_k >= 7680 * call.device.sms
     measured = call.right >= 0 or max(call.head_dim, call.head_dim_v) > 64
     return config.persistent and not call.varlen and much and measured

@@ -360,6 +360,8 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("bf16 64 few full", 4, 16, 2, 8, 512, 64, 64, BF16),
     *(Case(f"bf16 {d} one tile", 264, 4, 2, 128, 128, d, d, BF16) for d in (64, 128)),
     Case("bf16 128 one tile causal", 264, 4, 2, 128, 100, 128, 128, BF16, causal=True),
+    *(Case(f"bf16 {d} short", 64, 4, 4, 512, 512, d, d, BF16) for d in (64, 128)),
+    Case("bf16 64 short, kv_lens", 64, 4, 4, 512, 500, 64, 64, BF16, kv_lens=True, sinks=True),
     Case("bf16 128 one tile of 64", 264, 4, 2, 64, 64, 128, 128, BF16),
     Case("f16 96 one tile, window", 264, 4, 4, 100, 64, 96, 96, F16, window=(30, 20)),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
