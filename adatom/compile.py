@@ -316,7 +316,7 @@ def _schedule(report: Report) -> str | None:
         return "does not multiply by warpgroups" if report.tma_loads else None
     if 2 * report.waits > products:
         return f"waits {report.waits} times for {products} products: they are serialised"
-    if report.op == "attention_fwd" and (report.overlap or 0) < report.meta["BLOCK_N"] // 4:
+    if report.op == "attention_fwd" and (report.overlap or 0) < report.meta["BLOCK_N"] // 8:  # of half a block
         return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
     return None
 

@@ -244,6 +244,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     rows = config.consumers * config.block_m
     n_tiles = call.programs(call.len_q, rows)
     meta = dict(
+        LEFT=call.left >= 0,
         RIGHT=call.right >= 0,
         MASK=call.left >= 0 or call.right >= 0 or not call.even(call.len_k, config.block_n),
         SINKS=x.sinks is not None,
@@ -272,6 +273,8 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     if fast:
         square = call.right == 0 and call.len_k >= call.len_q and x.kv_lens is None and not call.varlen
         square = square and rows == config.block_n and (call.len_k - call.len_q) % rows == 0 and config.persistent
+        if call.left >= 0:
+            square = square and call.left >= 2 * rows - 1 and (call.left + 1) % rows == 0
         meta |= dict(SQUARE=square, COUNTED=takes, HEAD_DIM=call.head_dim)
         scalars = (*call.strides(out)[1:], *call.strides(x.k), *call.strides(x.v), *sizes)
         main = Launch(_fast_kernel, programs, scalars, meta, config.spill, blocks)
@@ -280,7 +283,6 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
         masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
         meta |= dict(
             BIAS=call.meta["BIAS"],
-            LEFT=call.left >= 0,
             SOFTCAP=o.softcap > 0,
             FOLD=o.scale > 0 and masks,
             BIAS_STAGES=bias_stages,
