@@ -113,6 +113,7 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
             if hasattr(function, "fn") and name not in names:
                 names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
     computed = names["_again"]
+    names["_pin"] = lambda sums: None
     names["_again"] = lambda *args: (again.append(1), computed(*args))[1]
     return names
 
@@ -121,15 +122,16 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
     """(out, lse, how many tiles of a consumer were computed again)."""
     batch, heads, len_q, dim = x.q.shape
     kv_heads, len_k = x.k.shape[1:3]
-    right = 0 if o.causal else o.window_right
+    left, right = o.window_left, 0 if o.causal else o.window_right
     rows, n = consumers * 64, 128
-    mask = right >= 0 or len_k % n != 0 or x.kv_lens is not None
-    options = (0, False, True, False, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, False, dim)
+    mask = left >= 0 or right >= 0 or len_k % n != 0 or x.kv_lens is not None
+    options = (0, False, True, left >= 0, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, False, dim)
     square = right == 0 and len_k >= len_q and x.kv_lens is None and consumers == 2 and (len_k - len_q) % n == 0
+    square = square and (left < 0 or left >= 2 * n - 1 and left % n == n - 1)
     counted = consumers == 2 and q_stages == 2
     of = tiles.Plan(*options, consumers, 64, n, q_stages, stages, 1, False)
     out, lse = torch.full_like(x.q, math.nan), torch.full((batch * heads * len_q,), math.nan)
-    sizes = (heads, kv_heads, batch * heads, 2, len_q, len_k, -1, right)
+    sizes = (heads, kv_heads, batch * heads, 2, len_q, len_k, left, right)
     n_tiles = -(-len_q // rows) * batch * heads
     lens, sinks = (None if t is None else Address(t) for t in (x.kv_lens, x.sinks))
     boxes = Box(x.q, 64), Box(x.k, n), Box(x.v, n)
@@ -184,6 +186,15 @@ CASES = (
     ((300, 428), (2, 2, 1), {"causal": True, "sinks": True}, 100.0),
     ((384, 256), (2, 2, 2), {"causal": True}, 0.0),
     ((200, 500), (2, 2, 1), {"window": (None, 30), "sinks": True}, 0.0),
+    ((400, 400), (2, 2, 2), {"causal": True, "window": (127, None)}, 0.0),
+    ((300, 500), (2, 4, 2), {"window": (100, 130), "sinks": True}, 0.0),
+    ((300, 300), (2, 2, 2), {"window": (127, 63)}, 0.0),
+    ((400, 390), (3, 4, 2), {"causal": True, "window": (3, None)}, 0.0),
+    ((200, 400), (2, 2, 1), {"window": (60, None)}, 0.0),
+    ((300, 500), (2, 2, 2), {"causal": True, "window": (300, None)}, 100.0),
+    ((512, 512), (2, 4, 2), {"causal": True, "window": (255, None)}, 0.0),
+    ((200, 584), (2, 2, 1), {"causal": True, "window": (383, None), "sinks": True}, 0.0),
+    ((512, 512), (2, 2, 2), {"causal": True, "window": (383, None)}, 100.0),
     ((390, 200), (2, 2, 2), {"causal": True}, 0.0),
     ((150, 400), (2, 2, 2), {"kv_lens": [330, 0]}, 0.0),
     ((300, 400), (3, 2, 1), {"kv_lens": [301, 400], "causal": True}, 100.0),
@@ -224,15 +235,10 @@ def test_where_it_serves():
             call = Call(x, o)
         return plan.without_maxima(call, (call.meta["BLOCK_D"], call.meta["BLOCK_DV"])) is not None
 
-    assert serves() and serves(128, causal=True) and serves(80) and serves(window=(None, 7))
-    assert (
-        not serves(256)
-        and not serves(length=255)
-        and serves(length=256)
-        and not serves(dtype=torch.float16)
-        and not serves(softcap=2.0)
-    )
-    assert not serves(scale=-1.0) and not serves(window=(7, None))
+    assert serves() and serves(128, causal=True) and serves(80) and serves(window=(7, None))
+    assert not serves(256) and not serves(length=255) and serves(length=256)
+    assert not serves(dtype=torch.float16) and not serves(softcap=2.0)
+    assert not serves(scale=-1.0) and not serves(128, window=(7, None))
     assert not serves(bias=torch.empty(1, 1, 1, 4096, device="meta"))
     assert not serves(length=2048) and serves(length=1024) and serves(128, length=1024, causal=True)
     assert serves(128, length=512) and not serves(128, length=511)

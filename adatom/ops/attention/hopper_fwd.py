@@ -247,6 +247,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     rows = config.consumers * config.block_m
     n_tiles = call.programs(call.len_q, rows)
     meta = dict(
+        LEFT=call.left >= 0,
         RIGHT=call.right >= 0,
         MASK=call.left >= 0 or call.right >= 0 or not call.even(call.len_k, config.block_n),
         SINKS=x.sinks is not None,
@@ -284,7 +285,6 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
         masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
         meta |= dict(
             BIAS=call.meta["BIAS"],
-            LEFT=call.left >= 0,
             SOFTCAP=o.softcap > 0,
             FOLD=o.scale > 0 and masks,
             BIAS_STAGES=bias_stages,

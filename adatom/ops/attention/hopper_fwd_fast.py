@@ -86,8 +86,8 @@ def _scores(s, n, first, n0, bounds, rings, PENDING: gl.constexpr, MASK: gl.cons
     if MASK:
         i = gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
         j = gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, PLAN.BLOCK_M)
-        cut = n0 + PLAN.BLOCK_N > end
+        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, PLAN.BLOCK_M)
+        cut = (n0 < begin) | (n0 + PLAN.BLOCK_N > end)
         s = masked_scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, 1.0, 0.0, PLAN)
     return s
 
@@ -106,15 +106,16 @@ def _cut(s, m, l, first, n0, bounds, unit, PLAN: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _multiply_half(turn, n, rings, PLAN: gl.constexpr):
-    """Begin s = q k^T for the first half of the keys of block n: of the others, the first consumer sees nothing."""
+def _multiply_half(turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr):
+    """Begin s = q k^T for the half of the keys of block n that consumer C sees: the first consumer the first half where
+    the diagonal cuts, the second consumer the second half where a window begins."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     HALF: gl.constexpr = PLAN.BLOCK_N // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    k = k_s.index(slot(n, PLAN.STAGES)).slice(0, HALF, 0).permute((1, 0))
+    k = k_s.index(slot(n, PLAN.STAGES)).slice(C * HALF, HALF, 0).permute((1, 0))
     zeros = gl.zeros([BLOCK_M, HALF], gl.float32, LAYOUT)
-    return warpgroup_mma(q_s.index(own_queries(turn, 0, PLAN)), k, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(q_s.index(own_queries(turn, C, PLAN)), k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -159,6 +160,45 @@ def _softmax(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, P_LAYOUT:
 
 
 @gluon.jit
+def _pin(l):
+    """What l is made of is computed before what follows: ptxas would move exponentials below the wait for P V."""
+    asm: gl.constexpr = """
+    {
+        .reg .pred never;
+        .reg .f32 t;
+        add.f32 t, $4, $5;
+        add.f32 t, t, $6;
+        add.f32 t, t, $7;
+        setp.lt.f32 never, t, 0f00000000;
+        @never nanosleep.u32 1;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+    }
+    """
+    gl.inline_asm_elementwise(asm, "=r,=r,=r,=r,f,f,f,f", [l], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr,
+                 P_LAYOUT: gl.constexpr):
+    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, whose keys
+    may be half of the block."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    s = warpgroup_mma_wait(1, deps=(s,))
+    release(k_empty, n, PLAN.STAGES)
+    i = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
+    s = gl.where(j[None, :] > i[:, None], s, float("-inf"))
+    p = _exponentials(s, gl.convert_layout(reference, gl.SliceLayout(1, LAYOUT)), unit)
+    l += gl.convert_layout(_in_lanes(p), l.type.layout, assert_trivial=True)
+    _pin(l)
+    acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
+    return acc, l, p
+
+
+@gluon.jit
 def _load_rows(X, stride, rows, tile, DIM: gl.constexpr):
     """Copy the first `rows` rows of DIM numbers that X points at to a tile, zeros elsewhere, for products to read."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -188,7 +228,7 @@ def _again(q, tile, X, Sinks, h, first, bounds, scale, DIM: gl.constexpr, PLAN: 
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     i = first + gl.arange(0, BLOCK_M, S_ROWS)
     j = gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
-    begin, end = keys_seen(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, BLOCK_M, KEYS)
+    begin, end = keys_seen(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, KEYS)
     m, l = nothing_seen(Sinks, h, S_ROWS, PLAN)
     acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, O_LAYOUT)
     for n0 in range(begin, end, KEYS):
@@ -296,7 +336,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
         wait_full(k_full, n, STAGES)
         named_sync(TURN + C, 256)
         if SQUARE and C == 0:
-            s = _multiply_half(turn, n, rings, PLAN)
+            s = _multiply_half(turn, n, rings, C, PLAN)
         else:
             s = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
@@ -312,6 +352,9 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
             p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
             p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
             n += 1
+            edge = n * 0  # whether the last block is cut, too
+            if PLAN.LEFT:
+                edge = gl.where(m0 + len_k - len_q > left, 1, 0)
             if C == 0:  # half a block, then whole ones; no products are under way where branches meet
                 if blocks > 1:
                     wait_full(k_full, n, STAGES)
@@ -322,10 +365,15 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                     named_arrive(TURN + 1, 256)
                     acc, l, wide = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
                     n += 1
-                    for _ in range(blocks - 2):
+                    for _ in range(blocks - 2 - edge):
                         scores, acc = multiply_both(wide, acc, turn, n, rings, C, PLAN, S_LAYOUT)
                         acc, l, wide = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
                         n += 1
+                    if PLAN.LEFT:
+                        if edge != 0:
+                            se, acc = multiply_both(wide, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+                            acc, l, wide = _window_edge(se, acc, l, reference, n, rings, unit, PLAN, S_LAYOUT, P_LAYOUT)
+                            n += 1
                     wait_full(v_full, n - 1, STAGES)
                     acc = warpgroup_mma(wide, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -334,12 +382,31 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                     acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
             else:
-                for _ in range(blocks - 1):
+                for _ in range(blocks - 1 - edge):
                     scores, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
                     acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
                     n += 1
+                v = v_s.index(slot(n - 1, STAGES))
                 wait_full(v_full, n - 1, STAGES)
-                acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+                if PLAN.LEFT:
+                    if edge != 0:
+                        HALF: gl.constexpr = BLOCK_N // 2
+                        H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+                        wait_full(k_full, n, STAGES)
+                        named_sync(TURN + 1, 256)
+                        sh = _multiply_half(turn, n, rings, C, PLAN)
+                        acc = warpgroup_mma(p, v, acc, is_async=True)
+                        named_arrive(TURN, 256)
+                        acc, l, ph = _window_edge(sh, acc, l, reference, n, rings, unit, PLAN, H_LAYOUT, P_LAYOUT)
+                        n += 1
+                        wait_full(v_full, n - 1, STAGES)
+                        acc = warpgroup_mma(ph, v_s.index(slot(n - 1, STAGES)).slice(HALF, HALF, 0), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                    else:
+                        acc = warpgroup_mma(p, v, acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                else:
+                    acc = warpgroup_mma(p, v, acc, is_async=True)
         else:
             s = _scores(s, n, first, n0, bounds, rings, 0, PLAN.MASK, PLAN, S_LAYOUT)
             m = gl.max(s, 1) * unit
@@ -356,13 +423,19 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                 s, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
                 s = _scores(s, n, first, n0, bounds, rings, 1, False, PLAN, S_LAYOUT)
                 alpha = m
+                begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
+                cut = n0 + BLOCK_N >= end
                 if PLAN.RIGHT:  # the right edge may cut more blocks, in which rows may see the first of their keys
-                    begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, True, BLOCK_M)
-                    cut = n0 + BLOCK_N > end
                     if cut:
                         s, m, reference, alpha, l = _cut(s, m, l, first, n0, bounds, unit, PLAN, S_LAYOUT)
+                if PLAN.LEFT:
+                    if (cut == 0) & (n0 < begin):
+                        j = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+                        s = gl.where(j[None, :] >= (m0 + i + (len_k - len_q - left))[:, None], s, float("-inf"))
                 pf = _exponentials(s, reference, unit)
                 l += _in_lanes(pf)
+                if PLAN.LEFT:
+                    _pin(l)
                 acc, p = settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
                 if PLAN.RIGHT:
                     if cut:
@@ -410,11 +483,11 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
 def _fast_kernel(Q, K, V, Sinks, Lens, Order, Taken, Out, KPtr, VPtr, OutPtr, Lse, stride_oh, stride_om,
                  stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm,
                  heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
-                 RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
-                 SQUARE: gl.constexpr, COUNTED: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-                 EARLY: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                 Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
-    PLAN: gl.constexpr = make_plan(0, False, True, False, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
+                 LEFT: gl.constexpr, RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr,
+                 VARLEN: gl.constexpr, SQUARE: gl.constexpr, COUNTED: gl.constexpr, HEAD_DIM: gl.constexpr,
+                 HEAD_DIM_V: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr,
+                 BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+    PLAN: gl.constexpr = make_plan(0, False, True, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
                                    BLOCK_M, BLOCK_N, Q_STAGES, STAGES, 1, False)
     rings = make_rings(Q, K, V, K, Out, PLAN)
     numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

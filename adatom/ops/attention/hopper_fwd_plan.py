@@ -37,6 +37,9 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
     (256, "full"): {0: _WIDE, 8192: _WIDE._replace(persistent=False)},
     (256, "causal"): {0: _WIDE._replace(persistent=False)},
     (256, "bias"): {0: _WIDE._replace(spill=64)},
+    (64, "window"): {0: _PAIR._replace(stages=4)},
+    (128, "window"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
+    (256, "window"): {0: _WIDE._replace(persistent=False)},
     (64, "packed"): {0: _PAIR._replace(stages=4), 3000: _THREE},
     (128, "packed"): {0: _PAIR._replace(persistent=False)},
     (256, "packed"): {0: _WIDE._replace(persistent=False)},
@@ -50,10 +53,12 @@ FAST: dict[tuple[int, str], dict[int, Config | None]] = {
     (64, "full"): {0: None, 256: _FAST_ONE, 1024: _FAST_64, 2048: None, 4096: _FAST_THREE},
     (64, "causal"): {0: None, 1024: _FAST_64},
     (64, "square"): {0: None, 512: _FAST_64},
+    (64, "window"): {0: None, 1024: _FAST_64},
     (64, "packed"): {0: None, 1024: _FAST_64},
     (128, "full"): {0: None, 512: _FAST._replace(block_n=64, stages=4), 1024: _FAST},
     (128, "causal"): {0: None, 1024: _FAST},
     (128, "square"): {0: None, 512: _FAST},
+    (128, "window"): {0: None},
     (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
 }
 
@@ -79,13 +84,18 @@ def stages(config: Config, call: Call, dims: tuple[int, int]) -> tuple[int, int]
 
 
 def _kind(call: Call) -> str:
-    return "bias" if call.x.bias is not None else "packed" if call.varlen else "causal" if call.right >= 0 else "full"
+    if call.x.bias is not None:
+        return "bias"
+    if call.varlen:
+        return "packed"
+    return "window" if call.left >= 0 else "causal" if call.right >= 0 else "full"
 
 
 def square(call: Call) -> bool:
-    """Whether the diagonal of a causal mask is known to end where tiles of 128 queries end."""
+    """Whether the edges of a causal mask, and of a window, are known to lie where tiles of 128 queries end."""
     known = call.right == 0 and not call.varlen and call.x.kv_lens is None
-    return known and call.len_k >= call.len_q and (call.len_k - call.len_q) % 128 == 0
+    known = known and call.len_k >= call.len_q and (call.len_k - call.len_q) % 128 == 0
+    return known and (call.left < 0 or call.left >= 255 and (call.left + 1) % 128 == 0)
 
 
 def pick(call: Call, dims: tuple[int, int]) -> Config:
@@ -97,11 +107,12 @@ def pick(call: Call, dims: tuple[int, int]) -> Config:
 
 def without_maxima(call: Call, dims: tuple[int, int]) -> Config | None:
     """The configuration of the kernel without maxima, where that serves and was measured as faster (docs/hopper.md)."""
-    if call.x.bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.left >= 0:
+    if call.x.bias is not None or call.o.softcap > 0 or call.o.scale <= 0 or call.varlen and call.left >= 0:
         return None
     if call.x.q.dtype != torch.bfloat16 or dims not in ((64, 64), (128, 128)):
         return None
-    table = FAST[dims[0], "square" if square(call) else _kind(call)]
+    kind = _kind(call)
+    table = FAST[dims[0], "square" if kind == "causal" and square(call) else kind]
     length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
     return table[max(n for n in table if n <= length)]
 
@@ -127,15 +138,17 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
 
     Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
     of tiles, so that memory is read evenly; of long ones, as many as balance them best. Where nothing balances them,
-    programs are not persistent.
+    programs are not persistent. Under a window tiles are alike, and all heads of a batch element go together.
     """
     most = call.counts()[4]
     if call.varlen:  # the table of tiles says what comes when
         return config, 1
     if not config.persistent or call.right < 0:
         return config, most if not config.persistent else 1
+    if call.left >= 0:
+        return config, call.heads
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
-    long = call.len_q >= 2048 and call.left < 0
+    long = call.len_q >= 2048
     tried = []
     for group in (*(max(1, min(most, int(n * waves))) for n in (1.5, 1, 2, 3)), *([most] if long else [])):
         tried.append((imbalance(group, call, config), group))
@@ -150,5 +163,5 @@ def counted(config: Config, call: Call) -> bool:
     that was measured as faster, and so much work that it is worth a launch that zeroes the counter."""
     tiles = call.programs(call.len_q, config.consumers * config.block_m)
     much = tiles >= 4 * call.device.sms and tiles * call.len_k >= 7680 * call.device.sms
-    measured = call.right >= 0 or max(call.head_dim, call.head_dim_v) > 64
+    measured = call.left < 0 and (call.right >= 0 or max(call.head_dim, call.head_dim_v) > 64)
     return config.persistent and not call.varlen and much and measured
