@@ -236,7 +236,7 @@ def test_where_it_serves():
 
     assert serves() and serves(128, causal=True) and serves(80) and serves(window=(7, None))
     assert not serves(256) and not serves(length=256) and not serves(dtype=torch.float16) and not serves(softcap=2.0)
-    assert not serves(scale=-1.0) and not serves(128, window=(7, None))
+    assert not serves(scale=-1.0) and serves(128, window=(7, None))
     assert not serves(bias=torch.empty(1, 1, 1, 4096, device="meta"))
     assert not serves(length=2048) and serves(length=1024) and serves(128, length=1024, causal=True)
     assert not serves(128, length=1023, causal=True)
