@@ -299,6 +299,8 @@ GPU: tuple[Case, ...] = (
     Case("long window 64, more keys", 2, 8, 8, 900, 1412, 64, 64, BF16, causal=True, window=(255, 0), sinks=True),
     Case("long window both 64", 2, 8, 4, 1300, 1500, 64, 64, BF16, window=(512, 512)),
     Case("long window 127 and 63", 2, 8, 8, 1100, 1100, 64, 64, BF16, window=(127, 63), kv_lens=True),
+    Case("long window 128", 2, 8, 4, 1536, 1536, 128, 128, BF16, causal=True, window=(511, None), layout="bshd"),
+    Case("long window both 128", 2, 8, 8, 1300, 1500, 128, 128, BF16, window=(512, 100), sinks=True),
     Case("long window to the left", 2, 8, 2, 1200, 1100, 48, 64, BF16, window=(200, None), sinks=True),
     Case("long window, rising scores", 2, 8, 8, 1400, 1400, 64, 64, BF16, window=(700, 100), magnitude=30.0),
     # so many tiles that programs of that forward take them from a counter

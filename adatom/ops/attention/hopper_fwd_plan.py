@@ -38,7 +38,7 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
     (256, "causal"): {0: _WIDE._replace(persistent=False)},
     (256, "bias"): {0: _WIDE._replace(spill=64)},
     (64, "window"): {0: _PAIR._replace(stages=4)},
-    (128, "window"): {0: _PAIR, 16384: _PAIR._replace(persistent=False)},
+    (128, "window"): {0: _PAIR},
     (256, "window"): {0: _WIDE._replace(persistent=False)},
     (64, "packed"): {0: _PAIR._replace(stages=4), 3000: _THREE},
     (128, "packed"): {0: _PAIR._replace(persistent=False)},
@@ -58,7 +58,7 @@ FAST: dict[tuple[int, str], dict[int, Config | None]] = {
     (128, "full"): {0: None, 512: _FAST._replace(block_n=64, stages=4), 1024: _FAST},
     (128, "causal"): {0: None, 1024: _FAST},
     (128, "square"): {0: None, 512: _FAST},
-    (128, "window"): {0: None},
+    (128, "window"): {0: None, 1024: _FAST},
     (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
 }
 
