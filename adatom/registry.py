@@ -49,6 +49,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "short", "attention.triton_short:forward", attention.short),
     Row("attention_fwd", "hopper_deep", "attention.hopper_deep_fwd:forward", attention.hopper_deep_fwd),
     Row("attention_fwd", "hopper_shared", "attention.hopper_shared_fwd:forward", attention.hopper_shared_fwd),
+    Row("attention_fwd", "hopper_float", "attention.hopper_float_fwd:forward", attention.hopper_float_fwd),
     Row("attention_fwd", "hopper", "attention.hopper_fwd:forward", attention.hopper_fwd),
     Row("attention_fwd", "triton", "attention.triton_fwd:forward", attention.triton),
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
@@ -56,6 +57,10 @@ ROWS: tuple[Row, ...] = (
     Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
     Row(
         *("attention_bwd", "hopper_shared", "attention.hopper_shared_bwd:backward", attention.hopper_shared_bwd),
+        deterministic=False,
+    ),
+    Row(
+        *("attention_bwd", "hopper_float", "attention.hopper_float_bwd:backward", attention.hopper_float_bwd),
         deterministic=False,
     ),
     Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),

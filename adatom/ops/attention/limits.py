@@ -178,12 +178,10 @@ def hopper_deep_fwd(p: Problem) -> str | None:
     return None
 
 
-def hopper_shared_fwd(p: Problem) -> str | None:
+def _shared_bias(p: Problem) -> str | None:
     """A full bias that many share, to head_dim 32: sm_90, what TMA can read, no masks."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
-    if p.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16; got {p.dtype}"
     if p.bias != "full" or p.bias_dtype != p.dtype or not p.bias_shared:
         return "takes a full bias of q's dtype that several (batch, head) share"
     if any(d % 8 or not 8 <= d <= 32 for d in (p.head_dim, p.head_dim_v)):
@@ -197,6 +195,27 @@ def hopper_shared_fwd(p: Problem) -> str | None:
     if p.least_length < 256 or p.batch < 16 or p.batch * p.heads * p.seqlen_q < 256 * p.device.sms:
         return "is for 16 batch elements or more, 256 queries and keys or more, and enough of them to fill the GPU"
     return None
+
+
+def hopper_shared_fwd(p: Problem) -> str | None:
+    """The Gluon forward to head_dim 32 under a full bias that many share, in 16 bits."""
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; got {p.dtype}"
+    return _shared_bias(p)
+
+
+def hopper_float_fwd(p: Problem) -> str | None:
+    """The Gluon forward to head_dim 32 under a full bias that many share, in float32."""
+    if p.dtype != torch.float32 or p.precision != "tf32x3":
+        return f'takes float32 of precision "tf32x3"; got {p.dtype}, {p.precision}'
+    return _shared_bias(p)
+
+
+def hopper_float_bwd(p: Problem) -> str | None:
+    """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient, in float32."""
+    if (why := hopper_float_fwd(p)) is not None:
+        return why
+    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
 
 
 def hopper_shared_bwd(p: Problem) -> str | None:

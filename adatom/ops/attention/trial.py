@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from adatom.ops.attention import api, cases, reference
-from adatom.ops.attention.cases import BF16, F16, KINDS, Case, kind_of
+from adatom.ops.attention.cases import BF16, F16, F32, KINDS, Case, kind_of
 from adatom.ops.attention.problem import Inputs, Options, Problem, empty_like, empty_lse, empty_out, problem
 from adatom.verify import FLOOR_TF32, FLOORS, named, rms, round_tf32
 
@@ -366,6 +366,8 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("f16 96 one tile, window", 264, 4, 4, 100, 64, 96, 96, F16, window=(30, 20)),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
     Case("bf16 32 rows", 64, 4, 4, 512, 512, 32, 32, BF16, bias="1hqk"),
+    Case("tf32x3 32 rows", 64, 4, 4, 512, 512, 32, 32, F32, bias="1hqk"),
+    Case("tf32x3 24 rows", 64, 4, 4, 525, 528, 24, 32, F32, bias="11qk"),
     Case("f16 24 rows", 64, 4, 4, 520, 528, 24, 32, F16, bias="11qk"),
     Case("bf16 32 whole heads f32 bias", 64, 4, 4, 512, 512, 32, 32, BF16, **_MOST_SHARED_MEMORY),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
@@ -385,7 +387,7 @@ QUICK_CASES = (
     "bf16 64 varlen causal",
 )
 QUICK_TILES: tuple[str, ...] = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
-QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows")
+QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
