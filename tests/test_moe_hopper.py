@@ -40,16 +40,17 @@ def launched(x: Inputs, keep: bool = False, backend: str | None = None) -> list[
     return [(row.backend, {})] + seen
 
 
-def test_few_tokens_by_name():
-    """Streaming kernels take up to four tokens of narrow experts; if something is kept, the other kernels do it."""
-    few = "hopper_one"
-    assert [name for name, _ in launched(inputs(1), backend=few)] == [few, "_gate_kernel", "_down_kernel"]
-    assert launched(inputs(1), keep=True, backend=few)[2][0] == "_product_kernel"
+def test_few_tokens():
+    """Streaming kernels take up to three tokens of narrow experts; if something is kept, the other kernels do it."""
+    for tokens in (1, 2, 3):
+        kernels = launched(inputs(tokens))
+        assert [name for name, _ in kernels] == ["hopper_one", "_gate_kernel", "_down_kernel"]
+        assert kernels[1][1]["PAIRS"] == 8 * tokens
+    assert launched(inputs(1), keep=True)[2][0] == "_product_kernel"
+    assert launched(inputs(4))[0][0] == "triton"
     with pretend(H100):
-        for other in (inputs(5), inputs(1, wide=2048), inputs(1, hidden=12)):
+        for other in (inputs(4), inputs(3, top_k=11), inputs(1, wide=2048), inputs(1, hidden=12)):
             assert limits.hopper_one(problem(other, Options("silu"))) is not None
-        for tokens in (2, 3, 4):
-            assert limits.hopper_one(problem(inputs(tokens), Options("silu"))) is None
     with pretend(DEVICES[100]):
         assert limits.hopper_one(problem(inputs(1), Options("silu"))) is not None
 
@@ -73,6 +74,19 @@ def test_tiles_of_products():
             step = 2 * 64 * (rows + plan.BLOCK_N)
             pieces = 2 * plan.CONSUMERS * plan.BUFFERS * plan.BLOCK_M * plan.PIECE
             assert plan.STAGES * step + pieces + 1024 <= H100.shared_memory
+
+
+@pytest.mark.parametrize(
+    "tokens, wide, gathered", [(8192, 768, True), (2048, 2048, True), (8192, 1024, False), (2048, 8192, False),
+                               (65536, 768, False)]
+)  # fmt: skip
+def test_rows_are_gathered_or_copied(tokens, wide, gathered):
+    """By the first product, in tall tiles and where it does not cost more than the pass; else copied before it."""
+    kernels = launched(inputs(tokens, wide=wide))[1:]
+    first, second = (meta for _, meta in kernels if "GATHER" in meta)
+    assert first["GATHER"] == gathered and not second["GATHER"]
+    assert ("_spread_kernel" in [name for name, _ in kernels]) != gathered
+    assert first["CONSUMERS"] == 3 or not gathered
 
 
 def test_descriptors_are_widened_where_it_was_asked_for(monkeypatch):

@@ -26,7 +26,7 @@ class Case(NamedTuple):
         experts for all tokens; "dropped": even, a quarter of the pairs dropped; "none": all of them; "twice": a token
         may name an expert twice.
     narrow: weights of x's dtype instead of float32 (float64 of float64). layout: "" for contiguous tensors, "x" and "w"
-        for an x and experts cut out of larger ones, "t" for experts stored transposed.
+        for an x and experts cut out of larger ones, "t" for experts stored transposed. int32: of indices, else int64.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case(NamedTuple):
     routing: str = "even"
     narrow: bool = False
     layout: str = ""
+    int32: bool = False
 
     @property
     def op(self) -> str:
@@ -94,7 +95,7 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
         "weights": weights.to(device, case.dtype if case.narrow or case.dtype == F64 else F32).view(
             *case.lead, case.top_k
         ),
-        "indices": indices.to(device).view(*case.lead, case.top_k),
+        "indices": indices.to(device, torch.int32 if case.int32 else torch.int64).view(*case.lead, case.top_k),
         "w_gate_up": experts(2 * case.intermediate, case.hidden),
         "w_down": experts(case.hidden, case.intermediate),
     }
@@ -193,6 +194,12 @@ GPU: tuple[Case, ...] = (
     *(_case(f"bf16 {n} tokens", n, 1024, 512, 64, 8, BF16) for n in (1, 4, 16, 64, 256)),
     _case("bf16 one token of 2048", 1, 2048, 768, 32, 8, BF16, recompute=True),
     _case("bf16 3 tokens", 3, 520, 1000, 9, 6, BF16, recompute=True, routing="dropped"),
+    _case("f16 gelu 2 tokens", 2, 264, 520, 16, 4, F16, "gelu", recompute=True, int32=True),
+    _case("bf16 gelu_tanh 3 tokens", 3, 512, 256, 16, 8, BF16, "gelu_tanh", recompute=True, narrow=True, layout="xw"),
+    _case("bf16 relu 3 tokens top 1", 3, 2056, 768, 6, 1, BF16, "relu", recompute=True),
+    _case("bf16 none 2 tokens twice", 2, 512, 256, 4, 4, BF16, "none", recompute=True, routing="twice", int32=True),
+    _case("bf16 2 tokens dropped", 2, 512, 256, 16, 8, BF16, recompute=True, routing="none"),
+    _case("f16 one token widest", 1, 72, 6656, 4, 1, F16, recompute=True),
     _case("f16 strides large", 1200, 512, 256, 8, 2, F16, layout="xw"),
     _case("f32 large", 1000, 264, 520, 8, 2, F32),
     _case("f32 recompute large", 700, 264, 520, 8, 2, F32, "gelu", recompute=True, routing="skewed"),
@@ -205,7 +212,7 @@ COMPILE: tuple[Case, ...] = (
     _case("f16 silu", 4096, 512, 256, 16, 4, F16),
     *(_case(f"bf16 {n} tokens", n, 512, 256, 16, 4, BF16) for n in (16, 64)),
     _case("bf16 one token", 1, 512, 256, 16, 4, BF16, recompute=True),
-    _case("bf16 4 tokens", 4, 512, 256, 16, 4, BF16, recompute=True),
+    _case("bf16 3 tokens", 3, 512, 256, 16, 4, BF16, recompute=True),
     _case("bf16 one token 203x107", 1, 203, 107, 16, 4, BF16, recompute=True),
     _case("bf16 coarse", 8192, 512, 256, 8, 4, BF16),
     _case("bf16 384", 8192, 384, 384, 8, 4, BF16),

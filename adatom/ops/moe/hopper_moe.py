@@ -1,7 +1,8 @@
 """moe on Hopper: which kernels make a forward and a backward, and what lies between them.
 
-Rows of x, and of dout, are copied for the pairs and the copies given up after the product that wants them: TMA cannot
-gather rows on sm_90, and cp.async cost the product at least as much as the pass does (docs/moe.md).
+TMA cannot gather rows on sm_90. Where it costs a forward's first product less than a pass over copies, its producers
+gather rows of x by cp.async. Else rows of x, and of dout, are copied for the pairs and the copies given up after the
+product that wants them (docs/moe.md).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from adatom.ops.moe.triton_order import order as order_of
 from adatom.ops.moe.triton_order import places_of
 from adatom.ops.moe.triton_rows import at_places, clear_dropped, spread
 
+GATHERED = ((200, 4096), (1024, 768))  # to so many rows of an expert, on average, and intermediate features
 FEW = 200  # rows of an expert, on average, below which Triton's products are faster: they gather rows themselves
 
 
@@ -26,7 +28,10 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, T
     lines = lines_of(offsets, x.pairs, rows_of(x.pairs, x.experts))
     wide = x.w_down.shape[2]
     a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
-    product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)
+    if any(x.pairs < rows * x.experts and wide <= most for rows, most in GATHERED):
+        product(x.x, x.w_gate_up, a, lines, 0, act=o.activation, pre=pre, order=order, top_k=x.top_k)
+    else:
+        product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)
     if pre is not None:
         clear_dropped(pre, offsets)
     y = x.x.new_empty(x.pairs, x.x.shape[1])

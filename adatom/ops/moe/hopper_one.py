@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The forward for a few tokens on Hopper (Gluon), where what kernels cost besides reading weights shows.
 
-Two kernels. Programs of the first stream the rows of gate and up of each pair through a ring in shared memory; when all
-that they read is under way they let the second begin, whose programs copy all rows of w_down that they need into shared
-memory while the first still computes: they depend on the indices alone. No tensor cores.
+Two kernels. Programs of the first stream the rows of gate and up of each pair through a ring in shared memory; when
+nearly all that they read is under way they let the second begin, whose programs copy all rows of w_down that they need
+into shared memory while the first still computes: they depend on the indices alone. No tensor cores.
 """
 
 import torch
@@ -21,7 +21,8 @@ async_copy = _with(_async_copy, async_load=getattr(_async_copy, "async_copy_glob
 
 ROWS = 8  # of a matrix, of a program: a warp each
 WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and up each
-AHEAD = 0
+AHEAD = 4  # uses of the ring that are not under way yet when the second kernel may begin
+PROGRAMS = 2  # of the first kernel on a multiprocessor
 NARROW = 256  # columns of the second kernel's boxes
 
 
@@ -173,7 +174,8 @@ def _gate(tensors, act):
     x, w, indices, a = tensors
     (experts, _, k), (pairs, n) = w.shape, a.shape
     meta = dict(ACT=act, PAIRS=pairs, TOP_K=indices.shape[1], ROWS=ROWS, WIDE=WIDE, STAGES=STAGES, AHEAD=AHEAD)
-    programs, scalars = min(pairs * -(-n // ROWS), facts(x.device).sms), (experts, k, n, x.stride(0), *w.stride()[:2])
+    programs = min(pairs * -(-n // ROWS), PROGRAMS * facts(x.device).sms)
+    scalars = (experts, k, n, x.stride(0), *w.stride()[:2])
     return Launch(_gate_kernel, programs, scalars, meta | dict(num_warps=ROWS, launch_pdl=True), spill=16)
 
 

@@ -2,8 +2,8 @@
 """Products of each expert's rows with its matrix on Hopper (Gluon), with the gate, or its gradient, in the epilogue.
 
 A program takes tiles of 128 or 192 rows of one expert. A producer warp feeds two or three consumer warpgroups, of 64
-rows each, by TMA; programs are persistent. Which rows a tile has is known on the device only: `triton_rows.lines`
-writes a table of them.
+rows each, by TMA, or four warps gather the rows by cp.async; programs are persistent. Which rows a tile has is known on
+the device only: `triton_rows.lines` writes a table of them.
 A tile at the end of an expert's rows also multiplies rows of the next one, and stores none of them.
 """
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
 
 from adatom.device import facts
 from adatom.ops.moe.hopper_wide import Launch
 from adatom.ops.moe.triton_rows import lines
 from adatom.tiles.hopper import (
+    _with,
     as_box,
     as_matrix,
     fence_async_shared,
@@ -36,6 +38,7 @@ from adatom.tiles.hopper import (
 from adatom.tiles.hopper_gemm import acc_layout, activation, multiply, raster, split_columns, value_and_slope
 from adatom.tiles.triton_dense import remembered
 
+async_copy = _with(_async_copy, async_load=getattr(_async_copy, "async_copy_global_to_shared", None))
 BLOCK_K = 64  # 128 bytes: the widest swizzle
 
 
@@ -77,6 +80,7 @@ class Plan:
     GRAD: bool
     COLS: bool
     SKIP: bool
+    GATHER: bool
     CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
@@ -129,10 +133,11 @@ def _tiles(Lines, N, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _tell(told, told_full, told_empty, turn, t):
+def _tell(told, told_full, told_empty, turn, t, PLAN: gl.constexpr):
     """Tell the consumers the number of the next tile."""
+    WARPS: gl.constexpr = 4 if PLAN.GATHER else 1
     wait_empty(told_empty, turn, 2)
-    told.index(slot(turn, 2)).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    told.index(slot(turn, 2)).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     mbarrier.arrive(told_full.index(slot(turn, 2)), count=1)
 
 
@@ -146,13 +151,24 @@ def _hear(told, told_full, told_empty, turn):
 
 
 @gluon.jit
-def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, N, k_tiles, PLAN: gl.constexpr):
+def _arrived(full, n, wanted, PLAN: gl.constexpr):
+    """Say that the rows gathered for use n are in shared memory, where products may read them."""
+    STAGES: gl.constexpr = PLAN.STAGES
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.arrive(full.index(slot(n + STAGES, STAGES)), count=1, pred=wanted)
+
+
+@gluon.jit
+def _producer(A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_s, kept_s, told, bars, N, K, k_tiles, top_k,
+              stride, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     PARTS: gl.constexpr = PLAN.PARTS
     PIECE: gl.constexpr = PLAN.PIECE
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     MORE: gl.constexpr = PLAN.MORE
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # of a gathered box
     BYTES: gl.constexpr = PARTS * B.block_type.nbytes
     full, empty, told_full, told_empty = bars
     n_lines, n_tiles = _tiles(Lines, N, PLAN)
@@ -161,18 +177,26 @@ def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, 
     t = gl.program_id(0)
     while t < n_tiles:
         following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
-        _tell(told, told_full, told_empty, turn, t)
+        _tell(told, told_full, told_empty, turn, t, PLAN)
         e, row, end, column, _ = _tile(t, Lines, n_lines, N, PLAN)
         both = row + BLOCK_M < end
         busy = gl.minimum((end - row + BLOCK_M - 1) // BLOCK_M, CONSUMERS)  # consumers that have rows
+        found = ()  # of the rows that are gathered
+        if PLAN.GATHER:
+            for c in gl.static_range(CONSUMERS):
+                at = gl.minimum(row + c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)), end - 1)
+                found = found + ((gl.load(Order + at) // top_k).to(gl.int64) * stride,)
         for k in range(k_tiles):
             wait_empty(empty, n, STAGES)
             i = slot(n, STAGES)
             bar = full.index(i)
-            for c in gl.static_range(CONSUMERS):
-                mbarrier.expect(bar, BYTES + (c + 1) * A.block_type.nbytes, busy == c + 1)
-            for c in gl.static_range(CONSUMERS):
-                tma.async_load(A, [row + c * BLOCK_M, k * 64], bar, a_s.index(CONSUMERS * i + c), c < busy)
+            if PLAN.GATHER:
+                mbarrier.expect(bar, BYTES)
+            else:
+                for c in gl.static_range(CONSUMERS):
+                    mbarrier.expect(bar, BYTES + (c + 1) * A.block_type.nbytes, busy == c + 1)
+                for c in gl.static_range(CONSUMERS):
+                    tma.async_load(A, [row + c * BLOCK_M, k * 64], bar, a_s.index(CONSUMERS * i + c), c < busy)
             for part in gl.static_range(PARTS):
                 box = as_box(B, b_s.index(PARTS * i + part))
                 first = column + part * (N if PLAN.GATED else PLAN.BLOCK_N // 2)
@@ -180,7 +204,19 @@ def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, 
                     tma.async_load(B, [e, k * 64, first], bar, box)
                 else:
                     tma.async_load(B, [e, first, k * 64], bar, box)
+            if PLAN.GATHER:
+                j = k * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+                for c in gl.static_range(CONSUMERS):
+                    if c < busy:
+                        async_copy.async_load(a_s.index(CONSUMERS * i + c), Rows + (found[c][:, None] + j[None, :]),
+                                              mask=(j < K)[None, :])
+                async_copy.commit_group()
+                async_copy.wait_group(1)
+                _arrived(full, n - 1, k > 0, PLAN)
             n += 1
+        if PLAN.GATHER:
+            async_copy.wait_group(0)
+            _arrived(full, n - 1, k_tiles > 0, PLAN)
         for p in gl.static_range(MORE):
             wait_empty(empty, n, STAGES)
             i = slot(n, STAGES)
@@ -197,7 +233,7 @@ def _producer(A, B, GateD, RaisedD, Lines, Taken, a_s, b_s, kept_s, told, bars, 
             n += 1
         turn += 1
         t = following
-    _tell(told, told_full, told_empty, turn, n_tiles)
+    _tell(told, told_full, told_empty, turn, n_tiles, PLAN)
 
 
 @gluon.jit
@@ -397,18 +433,19 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
 
 
 @gluon.jit(do_not_specialize=["k_tiles", "pairs"])
-def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, N, k_tiles,
-            pairs, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            COLS: gl.constexpr, SKIP: gl.constexpr, CONSUMERS: gl.constexpr,
+def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, Rows, N, k_tiles,
+            pairs, K, top_k, stride, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
+            COLS: gl.constexpr, SKIP: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr,
             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
             BUFFERS: gl.constexpr, GROUP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
+    GATHER: A is the tokens' rows, Rows points at it, and row p is that of pair Order[p], of top_k of each token.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, GATHER, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE,
                                BUFFERS, GROUP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
@@ -423,13 +460,15 @@ def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weight
         kept_s = a_s
         c_s = gl.allocate_shared_memory(OutD.dtype, [CONSUMERS * BUFFERS] + OutD.block_type.shape, OutD.layout)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = (make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(2, 1),
+    bars = (make_barriers(STAGES, 2 if GATHER else 1), make_barriers(STAGES, CONSUMERS), make_barriers(2, 1),
             make_barriers(2, CONSUMERS))
     fence_async_shared()
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
-    N = N // 8 * 8  # as it is: the compiler learns that 16 bytes of a row lie together
+    N = N // 8 * 8  # as they are: the compiler learns that 16 bytes of a row lie together
+    K = K // 8 * 8
+    stride = stride // 8 * 8
     if CONSUMERS == 3:
         gl.warp_specialize([
             (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
@@ -438,15 +477,17 @@ def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weight
                          bars, N, k_tiles, pairs, 1, PLAN)),
             (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
                          bars, N, k_tiles, pairs, 2, PLAN)),
-            (_producer, (A, B, GateD, RaisedD, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, k_tiles, PLAN)),
-        ], [4, 4, 1], [160, 160, 24])
+            (_producer, (A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, K,
+                         k_tiles, top_k, stride, PLAN)),
+        ], [4, 4, 4 if GATHER else 1], [160, 160, 32] if GATHER else [160, 160, 24])
     else:
         gl.warp_specialize([
             (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
                          bars, N, k_tiles, pairs, 0, PLAN)),
             (_consumer, (OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s, b_s, c_s, kept_s, told,
                          bars, N, k_tiles, pairs, 1, PLAN)),
-            (_producer, (A, B, GateD, RaisedD, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, k_tiles, PLAN)),
+            (_producer, (A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_parts, kept_s, told, bars, N, K,
+                         k_tiles, top_k, stride, PLAN)),
         ], [4, 1], [240, 24])
 
 
@@ -459,8 +500,8 @@ class Lines(NamedTuple):
     rows: int
 
 
-def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: int) -> Launch:
-    a, b, out, *_, table, _ = tensors
+def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: int, top_k: int) -> Launch:
+    a, b, out, *_, table, _, _ = tensors
     k_tiles = -(-a.shape[1] // BLOCK_K)
     device, columns, pairs = facts(a.device), out.shape[1], out.shape[0]
     gated = keep or (act != "" and not grad)
@@ -474,6 +515,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
         GRAD=grad,
         COLS=cols,
         SKIP=pairs < MANY * b.shape[0],
+        GATHER=top_k > 0,
         CONSUMERS=config.consumers,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -495,23 +537,26 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
         "RaisedD": result,
     }
     programs = min((table.shape[0] - 1) * -(-columns // out_n), device.sms)
-    return Launch(_kernel, programs, (columns, k_tiles, pairs), meta, config.spill, blocks, wide=WIDE)
+    scalars = (columns, k_tiles, pairs, a.shape[1], max(top_k, 1), a.stride(0))
+    spill = 40 if top_k else config.spill  # of the warps that gather
+    return Launch(_kernel, programs, scalars, meta, spill, blocks, wide=WIDE)
 
 
 def product(
     a: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, lines: Lines, which: int, *, act: str = "",
     pre: torch.Tensor | None = None, into: torch.Tensor | None = None, order: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None, dots: torch.Tensor | None = None, cols: bool = False,
+    weights: torch.Tensor | None = None, dots: torch.Tensor | None = None, cols: bool = False, top_k: int = 0,
 ) -> None:  # fmt: skip
     """Launch `_kernel`: a (pairs, K) by matrices (experts, columns or twice as many, K), transposed with `cols`.
 
     act: gated, and `pre` (pairs, 2 * columns) kept if given. With `into`, like pre: the gradient of that from `pre`.
+    top_k: if not 0, a has the rows of tokens, of so many pairs each, and these are gathered in `order`, in tall tiles.
     which: of the counters, one that no other launch takes.
     """
     n, grad = out.shape[1], into is not None
     halves = tuple(None if t is None else t[:, i : i + n] for t in (into if grad else pre, pre) for i in (0, n))
-    tensors = (a, matrices, out, *halves, out, pre, into, order, weights, dots, lines.table, lines.taken[which])
-    remembered(_launch, tensors, act, pre is not None and not grad, grad, cols, lines.rows)(*tensors)
+    tensors = (a, matrices, out, *halves, out, pre, into, order, weights, dots, lines.table, lines.taken[which], a)
+    remembered(_launch, tensors, act, pre is not None and not grad, grad, cols, lines.rows, top_k)(*tensors)
 
 
 def pick(rows: int) -> Config:

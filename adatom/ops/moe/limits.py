@@ -43,22 +43,13 @@ def hopper(p: Problem) -> str | None:
 
 
 def hopper_one(p: Problem) -> str | None:
-    """The Gluon kernels for up to 4 tokens: narrow experts, rows of which fit in shared memory."""
+    """The Gluon kernels for up to 3 tokens: narrow experts, rows of which fit in shared memory."""
     if (why := hopper_any(p)) is not None:
         return why
-    if p.tokens > 4 or p.tokens * p.top_k > 32:
-        return "takes up to 4 tokens and 32 pairs"
+    if p.tokens > 3 or p.tokens * p.top_k > 32:
+        return "takes up to 3 tokens and 32 pairs"
     if p.top_k * -(-p.intermediate // 256) * 256 > 6656:
         return "holds top_k rows of w_down of up to 6656 elements together"
-    return None
-
-
-def hopper_bwd(p: Problem) -> str | None:
-    """The same for the backward, whose gradients of experts' matrices are faster from fewer rows on."""
-    if (why := hopper_any(p)) is not None:
-        return why
-    if p.tokens * p.top_k < 100 * p.experts:
-        return "has not been measured below 100 rows of an expert on average, tokens rounded up to a power of two"
     return None
 
 

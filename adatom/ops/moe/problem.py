@@ -51,7 +51,7 @@ class Options(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """All that a choice of kernel may look at. Hashable; tokens are rounded up to a power of two."""
+    """All that a choice of kernel may look at. Hashable; tokens beyond 4 are rounded up to a power of two."""
 
     device: Device
     dtype: torch.dtype
@@ -86,7 +86,7 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
         x.x.dtype,
         x.weights.dtype,
         o.activation,
-        1 << (tokens - 1).bit_length() if tokens > 1 else tokens,
+        1 << (tokens - 1).bit_length() if tokens > 4 else tokens,
         x.x.shape[1],
         x.w_down.shape[2],
         x.experts,
