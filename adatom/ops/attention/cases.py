@@ -313,11 +313,9 @@ GPU: tuple[Case, ...] = (
     *(
         Case(f"one tile {lq}x{lk} {d}", 133, 8, kv, lq, lk, d, d, dtype, **options)
         for lq, lk, d, kv, dtype, options in (
-            (128, 128, 64, 8, BF16, {}),
-            (128, 100, 128, 2, F16, {"layout": "bshd"}),
-            (100, 128, 72, 8, BF16, {"causal": True}),
+            *((128, 128, 64, 8, BF16, {}), (128, 100, 128, 2, F16, {"layout": "bshd"})),
+            *((100, 128, 72, 8, BF16, {"causal": True}), (64, 64, 128, 8, BF16, {})),
             (128, 64, 96, 4, BF16, {"causal": True, "layout": "bshd"}),
-            (64, 64, 128, 8, BF16, {}),
             (100, 90, 96, 8, F16, {"window": (30, 20)}),
         )
     ),
