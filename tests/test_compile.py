@@ -160,6 +160,13 @@ def test_the_schedule_of_hopper_kernels(kernels):
             assert r["overlap"] >= 32 or r["op"] != "attention_fwd"
 
 
+def test_a_forward_without_its_blocks_in_its_name_has_a_schedule_too():
+    """As hopper_shared's, whose blocks are no constexprs: only its waits are held to its products."""
+    report = compiling.Report("sm_90", "attention_fwd", "", "", "", {}, tensor_cores={"HGMMA": 16}, waits=8)
+    assert compiling._schedule(report) is None
+    assert "serialised" in (compiling._schedule(report._replace(waits=9)) or "")
+
+
 def test_quick_names_cases():
     assert set(QUICK_CASES) <= {case.name for case in COMPILE}
     assert set(QUICK_TILES) <= {case.name for case in COMPILE_TILE}
