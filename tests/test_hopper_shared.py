@@ -137,32 +137,36 @@ def of_slices(x: Any) -> tuple[int, int, int, int, tuple[int, int]]:
     return batch // x.bias.shape[0], x.bias.shape[1], slices, batch * heads // slices, several  # type: ignore[return-value]
 
 
-def forward(x: Any, o: Any, programs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """out, lse, and whether the first pass was not enough."""
+def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """out, lse, and whether the first pass was not enough. stays: the bias, for two ranges of sharers."""
     batch, heads, len_q, _ = x.q.shape
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
     n = fwd.SHARERS.value
     out, lse = torch.full_like(x.q, math.nan), torch.full(x.q.shape[:3], math.nan)
-    groups = -(-sharing // n)
-    counts = (heads, repeats, bias_heads, sharing, groups, len_q, len_k, -(-len_q // 128) * slices * groups)
+    stay, ranges = (-(-len_k // 128), 2) if stays else (0, -(-sharing // n))
+    counts = (heads, repeats, bias_heads, sharing, ranges, len_q, len_k, -(-len_q // 128) * slices * ranges)
     some = bias_heads < heads
     boxes = Box(x.q, 64, 32), Box(x.k, 128, 32), Box(x.v, 128, 32), Box(x.bias, 64, 128)
 
     unfit = torch.full((programs, 2 * n), -1, dtype=torch.int64)
 
     def roles(machine: Machine, exact: bool) -> dict[str, tuple[Any, ...]]:
-        ring, stages, turns = machine.barriers, fwd.STAGES.value, fwd.Q_STAGES.value
+        ring, stages, turns = machine.barriers, 3, fwd.Q_STAGES.value
         tiles = (
             shared(HALF, turns * 2 * n, 64, 32), shared(HALF, stages * n, 128, 32), shared(HALF, stages * n, 128, 32),
-            shared(HALF, stages * 2, 64, 128),
+            shared(HALF, (stay or stages) * 2, 64, 128),
         )  # fmt: skip
-        bars = ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + 2), ring(stages, 2 * n)
+        bars = (
+            ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + (0 if stay else 2)), ring(stages, 2 * n),
+            ring(1, 2 * stay), ring(1, 2 * n),
+        )  # fmt: skip
         even = len_k % 128 == 0
         options = (tiles, bars, counts)
         into = Box(out, 64, 32), Pointer(lse), Pointer(unfit)
-        return {"_producer": (*boxes, into[2], several, *options, some, exact)} | {
-            f"_consumer {c}": (*into, *options, o.scale, c, some, even, exact, 2.0**100) for c in range(2 * n)
+        return {"_producer": (*boxes, into[2], several, *options, some, exact, stay, stages)} | {
+            f"_consumer {c}": (*into, *options, o.scale, c, some, even, exact, 2.0**100, stay, stages)
+            for c in range(2 * n)
         }
 
     run(fwd, programs, lambda machine: roles(machine, False))
@@ -183,7 +187,7 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
     deltas[:, :len_q] = delta.flatten(0, 1)
     lines = Box(rows.view(-1), 128), Box(deltas.view(-1), 128)
     dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
-    total = torch.zeros(batch * heads * blocks * 32, 128)
+    total = torch.full((batch * heads * blocks * 32, 128), math.nan)
     n, stages, turns = bwd.SHARERS.value, bwd.STAGES.value, bwd.KV_STAGES.value
     groups = -(-sharing // n)
     given = (x.q, x.k, x.v, dout)
@@ -197,9 +201,12 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
             shared(HALF, turns * n, 64, 32), shared(F32, stages * n, 128), shared(F32, stages * n, 128),
             shared(HALF, stages, 128, 64),
         )  # fmt: skip
+        zeros = shared(F32, 16, 128)
+        zeros.x.zero_()
+        pieces = Box(total, 16, 128), zeros, (*several, batch * heads * blocks * 2)
         bars = ring(stages, 1 + 2 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        return {"_producer": (*boxes, *lines, Box(x.bias, 128, 64), several, tiles, bars, counts, some)} | {
+        return {"_producer": (*boxes, *lines, Box(x.bias, 128, 64), *pieces, tiles, bars, counts, some)} | {
             f"_consumer {c}": (Box(dk, 64, 32), Box(dv, 64, 32), tiles, bars, counts, o.scale, c, some)
             for c in range(n)
         }
@@ -255,8 +262,8 @@ def test_roles(case):
     want = reference.backward(exact, o, out, lse, dout.double(), None, True)[:4]
     delta = (out * dout.double()).sum(-1)
     if dim == dim_v:
-        for programs in (1, 3):
-            got, got_lse, repeated = forward(x, o, programs)
+        for programs, stays in ((1, False), (3, False), (1, True), (3, True)):
+            got, got_lse, repeated = forward(x, o, programs, stays)
             assert repeated == masked
             assert ((got.double() - out).norm() / out.norm()).item() < 0.01
             assert torch.allclose(got_lse.double(), lse, atol=1e-4)

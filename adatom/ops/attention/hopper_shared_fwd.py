@@ -3,8 +3,9 @@ attention.
 
 Each of four consumer warpgroups owns 64 queries: two of them the same 128 of one sharer, the others those of the next,
 so that a tile of the bias is read once for two sharers, and one of keys and values for 128 queries. A producer warp
-brings them by TMA. At head_dim 32 there is more to do for exponentials than for products: with four warps for a
-scheduler, some exponentiate while others wait for their products, without any order among them.
+brings them by TMA. To 512 keys the bias of 128 queries stays in shared memory while a program goes from two sharers to
+the next two. At head_dim 32 there is more to do for exponentials than for products: with four warps for a scheduler,
+some exponentiate while others wait for their products, without any order among them.
 
 A row's maximum over its first 64 keys is subtracted from all of its scores, so that nothing need be scaled anew: P of
 16 bits and float32 sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did
@@ -44,26 +45,33 @@ from adatom.tiles.hopper import (
 BLOCK = gl.constexpr(128)  # queries and keys of a tile of the bias
 HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
 SHARERS = gl.constexpr(2)  # that work beside each other
-STAGES = gl.constexpr(3)  # buffers of keys, values and bias
 Q_STAGES = gl.constexpr(2)
 _SPILL = 64
 
 
 @gluon.jit
-def _tile(t, counts):
-    """(slice of the bias, first query, first sharer) of tile t: the queries of a few sharers follow each other."""
-    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+def _tile(t, counts, STAY: gl.constexpr):
+    """(slice of the bias, first query, first sharer, pairs of sharers) of tile t: the queries of a range of sharers
+    follow each other. Where no bias stays, a range is a pair."""
+    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
     n_m = (len_q + BLOCK - 1) // BLOCK
     group = t // n_m
-    piece = group // groups
-    return piece, (t - group * n_m) * BLOCK, (group - piece * groups) * SHARERS
+    piece = group // ranges
+    first = group - piece * ranges
+    n = 1
+    if STAY > 0:
+        pairs = (shared + SHARERS - 1) // SHARERS
+        share = (pairs + ranges - 1) // ranges
+        first *= share
+        n = gl.minimum(share, pairs - first)
+    return piece, (t - group * n_m) * BLOCK, first * SHARERS, n
 
 
 @gluon.jit
 def _sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
     """(batch, head) number r of those that share a slice of the bias, or the last. SHARED_HEADS: it serves all heads.
     """
-    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
     r = gl.minimum(r, shared - 1)
     if SHARED_HEADS:
         return piece * repeats + r // heads, r % heads
@@ -79,44 +87,69 @@ def _unfit(Unfit):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, EXACT: gl.constexpr):
+def _load_bias(Bias, several, piece, m0, n0, full, tiles, i, counts):
+    """Begin to copy the bias of BLOCK queries and keys to tiles 2 i and 2 i + 1."""
+    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
+    bias_b, bias_h = several
+    for c in gl.static_range(2):
+        load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0, full,
+                  tiles.index(i * 2 + c))
+
+
+@gluon.jit
+def _producer(Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, EXACT: gl.constexpr,
+              STAY: gl.constexpr, STAGES: gl.constexpr):
     """Keeps the rings full."""
     q_s, k_s, v_s, bias_s = tiles
-    q_full, q_empty, full, empty = bars
-    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
-    bias_b, bias_h = several
+    q_full, q_empty, full, empty, bias_full, bias_empty = bars
+    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
     if EXACT:
         n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
     n = 0
     turn = 0
+    walk = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, m0, first = _tile(t, counts)
-        i_q = slot(turn, Q_STAGES)
-        wait_empty(q_empty, turn, Q_STAGES)
-        for c in gl.static_range(SHARERS * 2):
-            b, h = _sharer(first + c // 2, piece, counts, SHARED_HEADS)
-            load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
-        for n0 in range(0, len_k, BLOCK):
-            i = slot(n, STAGES)
-            wait_empty(empty, n, STAGES)
-            for c in gl.static_range(SHARERS):
-                b, h = _sharer(first + c, piece, counts, SHARED_HEADS)
-                load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
-                load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
-            for c in gl.static_range(2):
-                load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
-                          full.index(i), bias_s.index(i * 2 + c))
-            n += 1
-        turn += 1
+        piece, m0, first, pairs = _tile(t, counts, STAY)
+        if STAY > 0:
+            wait_empty(bias_empty, walk, 1)
+            for m in gl.static_range(STAY):
+                _load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s, m, counts)
+        for pair in range(pairs):
+            r = first + pair * SHARERS
+            i_q = slot(turn, Q_STAGES)
+            wait_empty(q_empty, turn, Q_STAGES)
+            for c in gl.static_range(SHARERS * 2):
+                b, h = _sharer(r + c // 2, piece, counts, SHARED_HEADS)
+                load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
+            for n0 in range(0, len_k, BLOCK):
+                i = slot(n, STAGES)
+                wait_empty(empty, n, STAGES)
+                for c in gl.static_range(SHARERS):
+                    b, h = _sharer(r + c, piece, counts, SHARED_HEADS)
+                    load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
+                    load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
+                if STAY == 0:
+                    _load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s, i, counts)
+                n += 1
+            turn += 1
+        walk += 1
+
+
+@gluon.jit
+def _leave(q_empty, turn):
+    """Leave the place of queries, when out has left it, to others."""
+    tma.store_wait(0)
+    gl.barrier()
+    release(q_empty, turn, Q_STAGES)
 
 
 @gluon.jit
 def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, EXACT: gl.constexpr, MOST: gl.constexpr):
+              EVEN_N: gl.constexpr, EXACT: gl.constexpr, MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):
     """Computes HALF rows of out and lse of a sharer, tile after tile."""
     q_s, k_s, v_s, bias_s = tiles
-    q_full, q_empty, full, empty = bars
-    heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles = counts
+    q_full, q_empty, full, empty, bias_full, bias_empty = bars
+    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -125,112 +158,128 @@ def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHAR
     EIGHT: gl.constexpr = HALF // 8
     n = 0
     turn = 0
+    walk = 0
     if EXACT:
         n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
     unfit = gl.full([HALF], 0, gl.int32, ROWS)
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, m0, first = _tile(t, counts)
-        i_q = slot(turn, Q_STAGES)
-        wait_full(q_full, turn, Q_STAGES)
-        q = q_s.index(i_q * (SHARERS * 2) + C)
-        m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-        base = gl.full([HALF], 0.0, gl.float32, ROWS)
-        l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
-        acc = gl.zeros([HALF, DIM], gl.float32, O)
-        for n0 in range(0, len_k, BLOCK):
-            i = slot(n, STAGES)
-            wait_full(full, n, STAGES)
-            for part in gl.static_range(2):
-                k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
-                v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
-                s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                bias = bias_s.index(i * 2 + C % 2).slice(part * HALF, HALF, dim=1).load(S)
-                s, acc = warpgroup_mma_wait(0, deps=(s, acc))  # and P V of the part before
-                # a bias may be as large as -1e9: what is subtracted must be one of the scores
-                s = s * scale + widened(bias)
-                if not EVEN_N:
-                    if n0 + BLOCK > len_k:
-                        columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
-                        s = gl.where(columns[None, :] < len_k, s, float("-inf"))
-                if EXACT:
-                    m_new = gl.maximum(m, gl.max(s, 1))
-                    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-                    alpha = gl.exp2((m - base) * LOG2E)
-                    m = m_new
-                    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-                elif part == 0:
-                    if n0 == 0:
-                        m = gl.max(s, 1)
-                        near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
-                        m = gl.where(near, m, 0.0)
-                        base = m * LOG2E
-                        unfit |= gl.where(near, 0, 1)
-                if EXACT:
-                    p = gl.exp2((s - base[:, None]) * LOG2E)
-                else:
-                    p = gl.exp2(s * LOG2E - base[:, None])
-                l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
-                p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
-                acc = warpgroup_mma(p16, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            release(empty, n, STAGES)
-            n += 1
-        l = gl.convert_layout(gl.sum(l, 1), ROWS)
-        if not EXACT:
-            unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
-        seen = l > 0.0
-        l = gl.where(seen, l, 1.0)
-        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-        q.store(acc.to(q.dtype))
-        fence_async_shared()
-        b, h = _sharer(first + C // 2, piece, counts, SHARED_HEADS)
-        m0 += C % 2 * HALF
-        store_tile(Out, b, h, m0, 0, q)
-        rows = m0 + gl.arange(0, HALF, ROWS)
-        lse = gl.where(seen, m + gl.log2(l) * LN2, float("-inf"))
-        gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
-        tma.store_wait(0)
-        gl.barrier()
-        release(q_empty, turn, Q_STAGES)
-        turn += 1
+        piece, m0, first, pairs = _tile(t, counts, STAY)
+        if STAY > 0:
+            wait_full(bias_full, walk, 1)
+        for pair in range(pairs):
+            r = first + pair * SHARERS
+            i_q = slot(turn, Q_STAGES)
+            wait_full(q_full, turn, Q_STAGES)
+            q = q_s.index(i_q * (SHARERS * 2) + C)
+            m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+            base = gl.full([HALF], 0.0, gl.float32, ROWS)
+            l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
+            acc = gl.zeros([HALF, DIM], gl.float32, O)
+            for n0 in range(0, len_k, BLOCK):
+                i = slot(n, STAGES)
+                wait_full(full, n, STAGES)
+                tile = bias_s.index((n0 // BLOCK if STAY > 0 else i) * 2 + C % 2)
+                for part in gl.static_range(2):
+                    k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                    v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    bias = tile.slice(part * HALF, HALF, dim=1).load(S)
+                    s, acc = warpgroup_mma_wait(0, deps=(s, acc))  # and P V of the part before
+                    # a bias may be as large as -1e9: what is subtracted must be one of the scores
+                    s = s * scale + widened(bias)
+                    if not EVEN_N:
+                        if n0 + BLOCK > len_k:
+                            columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
+                            s = gl.where(columns[None, :] < len_k, s, float("-inf"))
+                    if EXACT:
+                        m_new = gl.maximum(m, gl.max(s, 1))
+                        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+                        alpha = gl.exp2((m - base) * LOG2E)
+                        m = m_new
+                        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+                        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                    elif part == 0:
+                        if n0 == 0:
+                            m = gl.max(s, 1)
+                            near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
+                            m = gl.where(near, m, 0.0)
+                            base = m * LOG2E
+                            unfit |= gl.where(near, 0, 1)
+                    if EXACT:
+                        p = gl.exp2((s - base[:, None]) * LOG2E)
+                    else:
+                        p = gl.exp2(s * LOG2E - base[:, None])
+                    l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
+                    p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
+                    acc = warpgroup_mma(p16, v, acc, is_async=True)
+                if STAY > 0:
+                    if (n0 == 0) & (turn > 0):
+                        _leave(q_empty, turn - 1)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                release(empty, n, STAGES)
+                n += 1
+            l = gl.convert_layout(gl.sum(l, 1), ROWS)
+            if not EXACT:
+                unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
+            seen = l > 0.0
+            l = gl.where(seen, l, 1.0)
+            acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+            q.store(acc.to(q.dtype))
+            fence_async_shared()
+            b, h = _sharer(r + C // 2, piece, counts, SHARED_HEADS)
+            row = m0 + C % 2 * HALF
+            store_tile(Out, b, h, row, 0, q)
+            rows = row + gl.arange(0, HALF, ROWS)
+            lse = gl.where(seen, m + gl.log2(l) * LN2, float("-inf"))
+            gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
+            if STAY == 0:
+                _leave(q_empty, turn)
+            turn += 1
+        if STAY > 0:
+            release(bias_empty, walk, 1)
+        walk += 1
+    tma.store_wait(0)
     if not EXACT:
         gl.store(Unfit + gl.program_id(0) * (2 * SHARERS) + C, gl.max(unfit, 0))
 
 
-_COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "len_q", "len_k", "n_tiles"]
+_COUNTS = ["heads", "repeats", "bias_heads", "shared", "ranges", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, groups, len_q,
+def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, ranges, len_q,
                 len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
-                MOST: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
-    """out and lse of tiles of 128 queries of two sharers.
+                MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+                REGISTERS: gl.constexpr):
+    """out and lse of 128 queries of sharers, two at a time.
 
-    Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in `groups`
-    of two; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in so many
+    ranges; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions. STAY: so many
+    tiles of 128 keys of the bias, all of them, stay in shared memory for a range.
     """
     q_s = make_tiles(Q, Q_STAGES * SHARERS * 2)
     k_s = make_tiles(K, STAGES * SHARERS)
     v_s = make_tiles(V, STAGES * SHARERS)
-    bias_s = make_tiles(Bias, STAGES * 2)
+    bias_s = make_tiles(Bias, (STAY if STAY > 0 else STAGES) * 2)
     q_full = make_barriers(Q_STAGES, 2 * SHARERS)
     q_empty = make_barriers(Q_STAGES, 2 * SHARERS)
-    full = make_barriers(STAGES, 2 * SHARERS + 2)
+    full = make_barriers(STAGES, 2 * SHARERS + (0 if STAY > 0 else 2))
     empty = make_barriers(STAGES, 2 * SHARERS)
+    bias_full = make_barriers(1, max(2 * STAY, 1))
+    bias_empty = make_barriers(1, 2 * SHARERS)
     fence_async_shared()
     let_next(EARLY)
     wait_for_previous(EARLY)
     tiles = (q_s, k_s, v_s, bias_s)
-    bars = (q_full, q_empty, full, empty)
-    counts = (heads, repeats, bias_heads, shared, groups, len_q, len_k, n_tiles)
+    bars = (q_full, q_empty, full, empty, bias_full, bias_empty)
+    counts = (heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, EXACT, MOST)),
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, EXACT, MOST)),
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, EXACT, MOST)),
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, EXACT, MOST)),
-        (_producer, (Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS, EXACT)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
+        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
+        (_producer, (Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS, EXACT, STAY, STAGES)),
     ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -241,6 +290,14 @@ class Launches(NamedTuple):
     again: Launch
 
 
+def _buffers(call: Call) -> tuple[int, int]:
+    """(tiles of a bias that stays in shared memory or 0, buffers of keys and values)."""
+    kilobytes = call.device.shared_memory // 1024 - 2 * 16  # less queries; a tile of the bias has 32, of both sharers'
+    stay = -(-call.len_k // BLOCK.value)  # keys and values too
+    stages = min(4, kilobytes // 32 - stay)
+    return (stay, stages) if stages >= 2 else (0, 3)
+
+
 def _launches(x: Inputs, o: Options) -> Launches:
     call = Call(x, o)
     assert x.bias is not None
@@ -248,15 +305,18 @@ def _launches(x: Inputs, o: Options) -> Launches:
     slices = x.bias.shape[0] * x.bias.shape[1]
     shared = call.batch * call.heads // slices
     groups = -(-shared // SHARERS.value)
-    n_tiles = -(-call.len_q // n) * slices * groups
+    tiles = -(-call.len_q // n) * slices
+    stay, stages = _buffers(call)
+    ranges = max(1, min(groups, call.device.sms // tiles)) if stay else groups
+    n_tiles = tiles * ranges
     scalars = (
         *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.repeats, x.bias.shape[1], shared,
-        groups, call.len_q, call.len_k, n_tiles, call.scale,
+        ranges, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EXACT": False,
-        "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "EARLY": True, "REGISTERS": 112, "num_warps": 4,
-        "launch_pdl": True,
+        "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "STAY": stay, "STAGES": stages, "EARLY": True,
+        "REGISTERS": 112, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {"Q": (n // 2, dim), "K": (n, dim), "V": (n, dim), "Bias": (n // 2, n), "Out": (n // 2, dim)}
     programs = min(n_tiles, call.device.sms)
