@@ -67,7 +67,8 @@ def attention(
         scale: default 1 / sqrt(head_dim).
         precision: arithmetic of float32 matrix products on tensor cores: "tf32x3" (default: as accurate as float32),
             "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes and CPUs. The first
-            two are accurate relative to the largest element of a tile (some 64 rows of q, k or v).
+            two are accurate relative to the largest element of a tile (some 64 rows of q, k or v; `hopper_float`: a whole
+            head of these and of the gradient of out).
         return_lse: also return lse, the natural log of the softmax denominator, float32 (batch, heads, seqlen_q),
             differentiable.
         backend: one backend by name (see `adatom.explain`), with no fallback; or "deterministic": the fastest whose
@@ -321,6 +322,10 @@ def _checked(
             if low < 0 or high > seqlen_k:
                 require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
     o = _options(head_dim, causal, window, softcap, scale, precision)
+    if o.window_left >= seqlen_k - 1:  # an edge that cuts nothing, but would cost time
+        o = o._replace(window_left=-1)
+    if o.window_right >= seqlen_q - 1:
+        o = o._replace(window_right=-1)
     return Inputs(_rows(q), _rows(k), _rows(v), bias, sinks, kv_lens), o
 
 

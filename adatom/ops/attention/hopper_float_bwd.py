@@ -225,6 +225,7 @@ def backward(
     do, rows, delta, factors = ahead(x, o, out, lse, dout, dlse, units, BLOCK.value)
     over = _transposed(bias)
     dq, dk, dv = torch.zeros_like(x.q), empty_like(x.k), empty_like(x.v)
-    dbias = sum_of_parts(plan.sums, bias, q, k, v, do, rows, delta, factors, bias, dq)
     plan.keys(q, k, v, do, rows, delta, factors, over, dk, dv)
+    del over  # its memory serves the sums
+    dbias = sum_of_parts(plan.sums, bias, q, k, v, do, rows, delta, factors, bias, dq)
     return dq, dk, dv, dbias, None

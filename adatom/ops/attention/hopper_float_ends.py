@@ -1,7 +1,7 @@
 """Ahead of the Hopper kernels for float32 under a shared bias: operands as two float16 parts, and sums over rows.
 
 A power of two for each (batch, head) brings its largest element below 2^15; two parts, h + l = x, then keep 22 bits of
-all above 2^-17 of that, and a product is h h' + h l' + l h' (docs/tuning.md, "float32"). dS needs no look at its tiles:
+all above 2^-17 of that (and above 1e-25 or so), and a product is h h' + h l' + l h' (docs/tuning.md, "float32"). dS needs no look at its tiles:
 |P (dP - delta)| is at most twice the largest norm of a row of dO times that of a row of V, and the largest |dlse|.
 """
 
@@ -23,6 +23,14 @@ Q, K, V, NORMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr
 # rows of the numbers of the backward: what products are multiplied by
 OF_S, OF_DP, OF_DS, OF_DQ, OF_DK, OF_DV = (tl.constexpr(i) for i in range(6))
 _ROWS = 512  # of a tensor that a program holds
+
+
+@triton.jit
+def _scale(largest):
+    """scale_of, but at most 2^60, so that the product of two is finite, and 1 for zeros."""
+    scale, inverse = scale_of(largest)
+    most = tl.where(largest == 0.0, 1.0, 1152921504606846976.0)
+    return tl.minimum(scale, most), tl.where(scale > most, 1.0 / most, inverse)
 
 
 @triton.jit
@@ -56,7 +64,7 @@ def _parts_kernel(X, Parts, Units, stride_b, stride_h, stride_m, heads, length, 
             x = load_tile(X, b, h, m0, stride_m, length, ROWS, HEAD_DIM, DIM, EVEN, False, PIECE)
             most = tl.maximum(most, tl.max(tl.abs(x), 1))
         largest = tl.max(most)
-    scale, inverse = scale_of(largest)
+    scale, inverse = _scale(largest)
     squares = tl.zeros((ROWS,), tl.float32)
     for m0 in range(0, length, ROWS):
         if not WHOLE:
@@ -93,7 +101,7 @@ def _ahead_kernel(Out, DOut, Lse, DLse, Units, Parts, Rows, Delta, Factors, stri
         if DLSE:
             dlse = tl.load(DLse + at_row + m0 + i, mask=m0 + i < length, other=0.0)
             most_dlse = tl.maximum(most_dlse, tl.abs(dlse))
-    scale, inverse = scale_of(tl.max(most))
+    scale, inverse = _scale(tl.max(most))
     squares = tl.zeros((ROWS,), tl.float32)
     for m0 in range(0, length, ROWS):
         do = load_tile(DOut, b, h, m0, stride_gm, length, ROWS, HEAD_DIM, DIM, EVEN, False, PIECE) * scale

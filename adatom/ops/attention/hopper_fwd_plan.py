@@ -125,10 +125,12 @@ def imbalance(group: int, call: Call, config: Config) -> float:
     t = torch.arange(min(n_blocks * n_heads, 64 * programs), device="cpu")
     first = t // (group * n_blocks) * group
     block = n_blocks - 1 - (t - first * n_blocks) // (n_heads - first).clamp(max=group)
-    keys = ((block + 1) * rows + call.len_k - call.len_q + call.right).clamp(min=1, max=max(call.len_k, 1))
+    begin = block * rows + call.len_k - call.len_q
+    keys = (begin + rows + call.right).clamp(min=1, max=max(call.len_k, 1))
+    hidden = (begin - call.left).clamp(min=0) // config.block_n if call.left >= 0 else 0
     place, turn = t % programs, t // programs
     program = torch.where(turn % 2 == 1, programs - 1 - place, place)
-    cost = (keys + config.block_n - 1) // config.block_n + 1
+    cost = (keys + config.block_n - 1) // config.block_n - hidden + 1
     load = torch.zeros(programs, dtype=cost.dtype, device="cpu").scatter_add_(0, program, cost)
     return float(load.max() / load.double().mean())
 
@@ -138,7 +140,7 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
 
     Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
     of tiles, so that memory is read evenly; of long ones, as many as balance them best. Where nothing balances them,
-    programs are not persistent. Under a window tiles are alike, and all heads of a batch element go together.
+    programs are not persistent. Under a window, too, all heads of a batch element go together, or all that fit in L2.
     """
     most = call.counts()[4]
     if call.varlen:  # the table of tiles says what comes when
@@ -146,7 +148,7 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
     if not config.persistent or call.right < 0:
         return config, most if not config.persistent else 1
     if call.left >= 0:
-        return config, call.heads
+        return config, min((call.heads, most), key=lambda group: imbalance(group, call, config))
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
     long = call.len_q >= 2048
     tried = []
