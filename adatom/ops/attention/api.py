@@ -67,8 +67,8 @@ def attention(
         scale: default 1 / sqrt(head_dim).
         precision: arithmetic of float32 matrix products on tensor cores: "tf32x3" (default: as accurate as float32),
             "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes and CPUs. The first
-            two are accurate relative to the largest element of a tile (some 64 rows of q, k or v; `hopper_float`: a whole
-            head of these and of the gradient of out).
+            two are accurate relative to the largest element of a tile (some 64 rows of q, k or v; `hopper_float`: a
+            whole head of these and of the gradient of out).
         return_lse: also return lse, the natural log of the softmax denominator, float32 (batch, heads, seqlen_q),
             differentiable.
         backend: one backend by name (see `adatom.explain`), with no fallback; or "deterministic": the fastest whose

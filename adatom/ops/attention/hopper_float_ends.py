@@ -1,8 +1,9 @@
 """Ahead of the Hopper kernels for float32 under a shared bias: operands as two float16 parts, and sums over rows.
 
 A power of two for each (batch, head) brings its largest element below 2^15; two parts, h + l = x, then keep 22 bits of
-all above 2^-17 of that (and above 1e-25 or so), and a product is h h' + h l' + l h' (docs/tuning.md, "float32"). dS needs no look at its tiles:
-|P (dP - delta)| is at most twice the largest norm of a row of dO times that of a row of V, and the largest |dlse|.
+all above 2^-17 of that (and above 1e-20 or so), and a product is h h' + h l' + l h' (docs/tuning.md, "float32"). dS
+needs no look at its tiles: |P (dP - delta)| is at most twice the largest norm of a row of dO times that of a row of V,
+and the largest |dlse|.
 """
 
 import torch
