@@ -122,7 +122,7 @@ def test_a_quick_selection_reaches_every_kernel():
     assert set(reached) == {row.target for row in compiling.kernel_rows()}
 
 
-_OTHERS = ("hopper_deep", "hopper_shared", "hopper_float")  # rows that do not take that case
+_OTHERS = ("hopper_tile", "hopper_deep", "hopper_shared", "hopper_float")  # rows that do not take that case
 
 
 def test_every_row_of_attention_is_compiled(kernels):

@@ -387,7 +387,7 @@ QUICK_CASES = (
     "bf16 64 varlen causal",
 )
 QUICK_TILES: tuple[str, ...] = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
-QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows")
+QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows", "bf16 64 one tile")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:
