@@ -303,7 +303,7 @@ GPU: tuple[Case, ...] = (
     Case("long window both 128", 2, 8, 8, 1300, 1500, 128, 128, BF16, window=(512, 100), sinks=True),
     Case("long window to the left", 2, 8, 2, 1200, 1100, 48, 64, BF16, window=(200, None), sinks=True),
     Case("long window, rising scores", 2, 8, 8, 1400, 1400, 64, 64, BF16, window=(700, 100), magnitude=30.0),
-    # so many tiles that programs of that forward take them from a counter
+    # so many tiles that programs of that forward have several
     Case("counted tiles causal", 5, 8, 8, 2048, 2048, 128, 128, BF16, causal=True),
     Case("counted tiles", 5, 8, 2, 2100, 2048, 128, 128, BF16),
     Case("counted tiles 64", 5, 8, 4, 2048, 2176, 64, 64, BF16, causal=True, sinks=True),
