@@ -228,10 +228,7 @@ def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | 
     for those that are traced, profiled, transformed, cast or copied, and for kv_lens on a CPU, which are looked at."""
     if watched():
         return None
-    kv_lens = tensors[5]
-    if isinstance(kv_lens, torch.Tensor) and not kv_lens.is_cuda:
-        return None
-    key = signature(tensors, cpu=True)
+    key = signature(tensors, cpu=tensors[5] is None)
     if key is None:
         return None
     try:
