@@ -317,7 +317,8 @@ def _schedule(report: Report) -> str | None:
     if 2 * report.waits > products:
         return f"waits {report.waits} times for {products} products: they are serialised"
     walks = report.op == "attention_fwd" and report.backend != "hopper_tile"  # one tile has no block after it
-    if walks and (report.overlap or 0) < report.meta.get("BLOCK_N", 0) // 4:
+    least = report.meta.get("BLOCK_N", 0) // (8 if report.meta.get("SQUARE") else 4)  # 8: of half a block
+    if walks and (report.overlap or 0) < least:
         return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
     return None
 

@@ -56,10 +56,11 @@ def test_buffers_fit_in_shared_memory(dtype):
             assert min(stages) >= 1, (dim, dim_v, length, causal, dtype)
 
 
+@pytest.mark.parametrize("left", [None, 300])
 @pytest.mark.parametrize("lengths", [(512, 512), (777, 1000), (2048, 2048), (3000, 500), (4096, 4096)])
-def test_the_model_of_the_balance(lengths):
+def test_the_model_of_the_balance(lengths, left):
     """`imbalance` is what walking through the tiles one by one gives."""
-    call = call_of((128, 128), lengths, batch=4, heads=7, causal=True)
+    call = call_of((128, 128), lengths, batch=4, heads=7, causal=True, window=(left, None))
     config = plan.pick(call, (128, 128))
     rows, n_blocks = 128, math.ceil(lengths[0] / 128)
     for group in (1, 3, 28):
@@ -67,20 +68,15 @@ def test_the_model_of_the_balance(lengths):
         for first in range(0, 28, group):
             for block in reversed(range(n_blocks)):
                 end = min(lengths[1], (block + 1) * rows + lengths[1] - lengths[0])
-                tiles += [max(math.ceil(end / config.block_n), 1) + 1] * min(group, 28 - first)
+                begin = 0 if left is None else max(0, block * rows + lengths[1] - lengths[0] - left)
+                blocks = max(math.ceil(end / config.block_n), 1) - begin // config.block_n
+                tiles += [blocks + 1] * min(group, 28 - first)
         load = [0] * H100.sms
         for t, cost in enumerate(tiles):
             turn, place = divmod(t, H100.sms)
             load[H100.sms - 1 - place if turn % 2 else place] += cost
         expected = max(load) / (sum(load) / H100.sms)
         assert abs(plan.imbalance(group, call, config) - expected) < 1e-9
-
-
-def test_edges_that_cut_nothing_are_none():
-    assert call_of((64, 64), (100, 300), causal=True, window=(299, None)).o.window_left == -1
-    assert call_of((64, 64), (100, 300), causal=True, window=(298, None)).o.window_left == 298
-    assert call_of((64, 64), (100, 300), window=(None, 99)).o.window_right == -1
-    assert call_of((64, 64), (100, 300), window=(5, 98)).o.window_right == 98
 
 
 def test_persistent_programs_are_balanced():
@@ -90,6 +86,30 @@ def test_persistent_programs_are_balanced():
             config, group = plan.balance(plan.pick(call, (dim, dim)), call)
             assert group >= 1
             assert not config.persistent or plan.imbalance(group, call, config) <= 1.1
+
+
+def test_edges_that_cut_nothing_are_none():
+    assert call_of((64, 64), (100, 300), causal=True, window=(299, None)).o.window_left == -1
+    assert call_of((64, 64), (100, 300), causal=True, window=(298, None)).o.window_left == 298
+    assert call_of((64, 64), (100, 300), window=(None, 99)).o.window_right == -1
+    assert call_of((64, 64), (100, 300), window=(5, 98)).o.window_right == 98
+
+
+def test_a_long_window_goes_where_heads_balance_it():
+    call = call_of((128, 128), (2048, 2048), batch=2, heads=8, causal=True, window=(1500, None))
+    config, group = plan.balance(plan.pick(call, (128, 128)), call)
+    assert config.persistent and plan.imbalance(group, call, config) < 1.1 < plan.imbalance(8, call, config)
+
+
+def test_tiles_are_counted_where_they_are_many():
+    """A counter must be zeroed first: it pays where a program has several tiles, and they much work."""
+    config = plan.FAST[128, "causal"][1024]
+    for causal in (False, True):
+        assert plan.counted(config, call_of((128, 128), (1024, 1024), batch=32, heads=16, causal=causal))
+        assert not plan.counted(config, call_of((128, 128), (1024, 1024), batch=4, heads=16, causal=causal))
+        assert not plan.counted(config, call_of((128, 128), (32768, 32768), batch=1, heads=2, causal=causal))
+    many = call_of((64, 64), (4096, 4096), batch=8, heads=32)
+    assert not plan.counted(config, many) and not plan.counted(config._replace(persistent=False), many)
 
 
 def test_descriptors():

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from test_hopper_deep import Machine, Tensor4, clear_rows, register, shared, where  # noqa: E402
+from test_hopper_deep import Machine, Shared, Tensor4, clear_rows, register, shared, where  # noqa: E402
 
 from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_fwd_fast as fast  # noqa: E402
@@ -51,6 +51,11 @@ class Address:
     def store(self, value: torch.Tensor, mask: torch.Tensor) -> None:
         self.x[self.at[mask]] = value[mask]
 
+    def add(self, n: int) -> torch.Tensor:
+        before = self.x[self.at].clone()
+        self.x[self.at] += n
+        return before
+
 
 class Turns:
     """Named barriers, which so many threads complete; a warpgroup has 128."""
@@ -87,9 +92,11 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
     language.full = lambda shape, value, dtype, layout: register(torch.full(shape, value))
     language.DotOperandLayout = language.BlockedLayout = lambda *a: None
     language.convert_layout = lambda x, layout, assert_trivial=False: x
+    language.split, language.join = (lambda x: x.unbind(-1)), (lambda a, b: torch.stack((a, b), -1))
     language.log2, language.barrier = torch.log2, lambda: None
     language.program_id, language.num_programs = lambda axis: torch.tensor(pid), lambda axis: PROGRAMS
     language.load = lambda at, mask=True, other=0.0: at.load(mask, other)
+    language.atomic_add = lambda at, n, sem: at.add(n)
     language.store = lambda at, value, mask: at.store(value, mask)
     names = {k: v for k, v in names.items() if not isinstance(v, FunctionType) or v.__module__ == __name__}
     names |= {
@@ -106,6 +113,7 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
             if hasattr(function, "fn") and name not in names:
                 names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
     computed = names["_again"]
+    names["_pin"] = lambda sums: None
     names["_again"] = lambda *args: (again.append(1), computed(*args))[1]
     return names
 
@@ -114,18 +122,22 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
     """(out, lse, how many tiles of a consumer were computed again)."""
     batch, heads, len_q, dim = x.q.shape
     kv_heads, len_k = x.k.shape[1:3]
-    right = 0 if o.causal else o.window_right
+    left, right = o.window_left, 0 if o.causal else o.window_right
     rows, n = consumers * 64, 128
-    mask = right >= 0 or len_k % n != 0 or x.kv_lens is not None
-    options = (0, False, True, False, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, False, dim)
+    mask = left >= 0 or right >= 0 or len_k % n != 0 or x.kv_lens is not None
+    options = (0, False, True, left >= 0, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, False, dim)
+    square = right == 0 and len_k >= len_q and x.kv_lens is None and consumers == 2 and (len_k - len_q) % n == 0
+    square = square and (left < 0 or left >= 2 * n - 1 and left % n == n - 1)
+    counted = consumers == 2 and q_stages == 2
     of = tiles.Plan(*options, consumers, 64, n, q_stages, stages, 1, False)
     out, lse = torch.full_like(x.q, math.nan), torch.full((batch * heads * len_q,), math.nan)
-    sizes = (heads, kv_heads, batch * heads, 2, len_q, len_k, -1, right)
+    sizes = (heads, kv_heads, batch * heads, 2, len_q, len_k, left, right)
     n_tiles = -(-len_q // rows) * batch * heads
     lens, sinks = (None if t is None else Address(t) for t in (x.kv_lens, x.sinks))
     boxes = Box(x.q, 64), Box(x.k, n), Box(x.v, n)
     keys = tuple(Address(t.reshape(-1)) for t in (x.k, x.v)) + (*x.k.stride()[:3], *x.v.stride()[:3])
     again: list[int] = []
+    taken = torch.zeros(1, dtype=torch.int64)
     for pid in range(PROGRAMS):
         names = python(pid, pid, again)
         ring = Machine(pid, pid).barriers
@@ -133,15 +145,18 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
             shared(x.q.dtype, q_stages * consumers, 64, dim), shared(x.q.dtype, stages, n, dim),
             shared(x.q.dtype, stages, n, dim), None, shared(x.q.dtype, consumers, 64, dim),
         )  # fmt: skip
+        numbers = Shared(torch.full((q_stages,), -1), [q_stages, 1], "plain")
         counts = (q_stages * consumers, 1), (q_stages * consumers, 1), *[(stages, 1), (stages, consumers)] * 2
         rings = (*shared_tiles, *(ring(*c) for c in counts), None, None)
         results = (Tensor4(out), None, Address(lse), 0, 0)
+        given = (sinks, lens, None)
         roles = {
-            f"_consumer {c}": (results, (sinks, lens, None), keys, rings, sizes, n_tiles, o.scale, c, dim, of)
+            f"_consumer {c}": (results, given, keys, numbers, rings, sizes, n_tiles, o.scale, c, square, dim, of)
             for c in range(consumers)
         }
-        roles["producer"] = (*boxes, None, lens, None, 0, 0, rings, sizes, n_tiles, of)
+        roles["_producer"] = (*boxes, lens, None, Address(taken), numbers, rings, sizes, n_tiles, counted, of)
         play(names, roles)
+    assert taken.item() == (n_tiles if counted else 0)  # each program asks once more than it gets
     return out, lse.view(batch, heads, len_q), len(again)
 
 
@@ -165,9 +180,21 @@ def play(names: dict[str, Any], roles: dict[str, tuple[Any, ...]]) -> None:
 
 CASES = (
     ((300, 400), (2, 2, 1), {}, 0.0),
+    ((100, 300), (1, 3, 2), {}, 0.0),
     ((400, 400), (2, 4, 2), {"causal": True}, 0.0),
     ((400, 390), (3, 4, 2), {"causal": True}, 0.0),
+    ((300, 428), (2, 2, 1), {"causal": True, "sinks": True}, 100.0),
+    ((384, 256), (2, 2, 2), {"causal": True}, 0.0),
     ((200, 500), (2, 2, 1), {"window": (None, 30), "sinks": True}, 0.0),
+    ((400, 400), (2, 2, 2), {"causal": True, "window": (127, None)}, 0.0),
+    ((300, 500), (2, 4, 2), {"window": (100, 130), "sinks": True}, 0.0),
+    ((300, 300), (2, 2, 2), {"window": (127, 63)}, 0.0),
+    ((400, 390), (3, 4, 2), {"causal": True, "window": (3, None)}, 0.0),
+    ((200, 400), (2, 2, 1), {"window": (60, None)}, 0.0),
+    ((300, 500), (2, 2, 2), {"causal": True, "window": (300, None)}, 100.0),
+    ((512, 512), (2, 4, 2), {"causal": True, "window": (255, None)}, 0.0),
+    ((200, 584), (2, 2, 1), {"causal": True, "window": (383, None), "sinks": True}, 0.0),
+    ((512, 512), (2, 2, 2), {"causal": True, "window": (383, None)}, 100.0),
     ((390, 200), (2, 2, 2), {"causal": True}, 0.0),
     ((150, 400), (2, 2, 2), {"kv_lens": [330, 0]}, 0.0),
     ((300, 400), (3, 2, 1), {"kv_lens": [301, 400], "causal": True}, 100.0),
@@ -208,8 +235,13 @@ def test_where_it_serves():
             call = Call(x, o)
         return plan.without_maxima(call, (call.meta["BLOCK_D"], call.meta["BLOCK_DV"])) is not None
 
-    assert serves() and serves(128, causal=True) and serves(80) and serves(window=(None, 7))
-    assert not serves(256) and not serves(length=256) and not serves(dtype=torch.float16) and not serves(softcap=2.0)
-    assert not serves(scale=-1.0) and not serves(window=(7, None))
+    assert serves() and serves(128, causal=True) and serves(80) and serves(window=(7, None))
+    assert not serves(256) and not serves(length=255) and serves(length=256)
+    assert not serves(dtype=torch.float16) and not serves(softcap=2.0)
+    assert not serves(scale=-1.0) and serves(128, window=(7, None))
     assert not serves(bias=torch.empty(1, 1, 1, 4096, device="meta"))
-    assert not serves(length=2048) and serves(length=1024) and not serves(128, length=1024, causal=True)
+    assert not serves(length=2048) and serves(length=1024) and serves(128, length=1024, causal=True)
+    assert serves(128, length=512) and not serves(128, length=511)
+    assert serves(length=512, causal=True) and serves(128, length=512, causal=True)
+    assert not serves(128, length=511, causal=True)
+    assert not serves(length=1023, window=(None, 7)) and not serves(length=256, causal=True)

@@ -187,7 +187,7 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
     deltas[:, :len_q] = delta.flatten(0, 1)
     lines = Box(rows.view(-1), 128), Box(deltas.view(-1), 128)
     dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
-    total = torch.zeros(batch * heads * blocks * 32, 128)
+    total = torch.full((batch * heads * blocks * 32, 128), math.nan)
     n, stages, turns = bwd.SHARERS.value, bwd.STAGES.value, bwd.KV_STAGES.value
     groups = -(-sharing // n)
     given = (x.q, x.k, x.v, dout)
@@ -201,9 +201,12 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
             shared(HALF, turns * n, 64, 32), shared(F32, stages * n, 128), shared(F32, stages * n, 128),
             shared(HALF, stages, 128, 64),
         )  # fmt: skip
+        zeros = shared(F32, 16, 128)
+        zeros.x.zero_()
+        pieces = Box(total, 16, 128), zeros, (*several, batch * heads * blocks * 2)
         bars = ring(stages, 1 + 2 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        return {"_producer": (*boxes, *lines, Box(x.bias, 128, 64), several, tiles, bars, counts, some)} | {
+        return {"_producer": (*boxes, *lines, Box(x.bias, 128, 64), *pieces, tiles, bars, counts, some)} | {
             f"_consumer {c}": (Box(dk, 64, 32), Box(dv, 64, 32), tiles, bars, counts, o.scale, c, some)
             for c in range(n)
         }

@@ -56,7 +56,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
     if DLSE:
         delta -= tl.load(DLse + at_q, mask=some, other=0.0)
     lse = tl.load(Lse + at_q, mask=some, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    lse = tl.where(lse < -2.3e38, float("inf"), lse)  # nothing seen, or what overflows in log2 units
     if BIAS:
         X = Bias + at(b // repeats, h, 0, stride_bb, stride_bh, 0)
         bias = tl.load(X + (m0 + i).to(tl.int64) * stride_bm, mask=some, other=0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_fwd_fast import _fast_kernel
-from adatom.ops.attention.hopper_fwd_plan import balance, in_place, pick, stages, without_maxima
+from adatom.ops.attention.hopper_fwd_plan import balance, counted, in_place, pick, square, stages, without_maxima
 from adatom.ops.attention.hopper_fwd_tiles import (
     FULL,
     KEY,
@@ -217,6 +217,9 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, 
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
 
+_REGISTERS = 65536  # of a multiprocessor
+
+
 class Launches(NamedTuple):
     """The launches of one forward: what follows from shapes and options."""
 
@@ -224,6 +227,7 @@ class Launches(NamedTuple):
     main: Launch
     lines: int  # numbers of that table
     fast: bool  # main is the kernel without maxima
+    counted: bool  # its programs take tiles from a counter
 
 
 def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
@@ -231,7 +235,11 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
     without = without_maxima(call, dims)
     fast = without is not None
-    config, group = balance(without or pick(call, dims), call)
+    chosen = without or pick(call, dims)
+    config, group = balance(chosen, call)
+    takes = fast and counted(chosen, call)
+    if takes:
+        config = chosen
     q_stages, bias_stages = stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)
@@ -239,6 +247,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     rows = config.consumers * config.block_m
     n_tiles = call.programs(call.len_q, rows)
     meta = dict(
+        LEFT=call.left >= 0,
         RIGHT=call.right >= 0,
         MASK=call.left >= 0 or call.right >= 0 or not call.even(call.len_k, config.block_n),
         SINKS=x.sinks is not None,
@@ -263,9 +272,12 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     }
     heads, kv_heads, _, n_heads, _, *lengths = call.counts()
     sizes = (heads, kv_heads, n_heads, group, *lengths, n_tiles, call.scale)
-    programs = min(n_tiles, call.device.sms) if config.persistent else n_tiles
+    programs = min(n_tiles, config.each * call.device.sms) if config.persistent else n_tiles
+    if config.each > 1:
+        meta["maxnreg"] = _REGISTERS // (config.each * 128 * (config.consumers + 1)) // 8 * 8
     if fast:
-        meta |= dict(HEAD_DIM=call.head_dim)
+        diagonal = square(call) and rows == config.block_n == 128 and config.persistent
+        meta |= dict(SQUARE=diagonal, COUNTED=takes, HEAD_DIM=call.head_dim)
         scalars = (*call.strides(out)[1:], *call.strides(x.k), *call.strides(x.v), *sizes)
         main = Launch(_fast_kernel, programs, scalars, meta, config.spill, blocks)
     else:
@@ -273,7 +285,6 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
         masks = o.softcap == 0 and (bias is None or bias.dtype == torch.bool)
         meta |= dict(
             BIAS=call.meta["BIAS"],
-            LEFT=call.left >= 0,
             SOFTCAP=o.softcap > 0,
             FOLD=o.scale > 0 and masks,
             BIAS_STAGES=bias_stages,
@@ -285,7 +296,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
         scalars = (*call.strides(out)[1:], *call.bias_strides, *several, *sizes, o.softcap)
         main = Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
     table = table_launch(call, rows, 3 * call.device.sms * rows // 2) if call.varlen else None
-    return Launches(table, main, table_size(call, rows), fast)
+    return Launches(table, main, table_size(call, rows), fast, takes)
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +311,8 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     q, k, v = boxed(x.q), boxed(x.k), boxed(x.v)
     if plan.fast:
-        plan.main(q, k, v, x.sinks, x.kv_lens, order, boxed(out), x.k, x.v, out, lse)
+        taken = torch.zeros(1, dtype=torch.int32, device=lse.device) if plan.counted else None
+        plan.main(q, k, v, x.sinks, x.kv_lens, order, taken, boxed(out), x.k, x.v, out, lse)
     else:
         plan.main(q, k, v, bias, x.sinks, x.kv_lens, order, boxed(out), out, lse)
     return out, lse

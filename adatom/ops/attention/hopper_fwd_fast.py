@@ -5,6 +5,9 @@ over the first keys that it sees: in the blocks of keys after, no maxima, no res
 between lanes. P and all sums then grow by 2^(score - reference), of which both dtypes hold 2^127. At the end of a tile
 the sums tell whether that was enough; a consumer in whose tile it was not, for some row, computes it again, with
 maxima, from memory.
+
+SQUARE: under a causal mask whose diagonal ends where tiles end, only a tile's first block of keys is cut, and of that
+the first consumer sees half. The producer says which tile is next: where tiles are many, one that no program took.
 """
 
 from adatom.ops.attention.hopper_fwd_tiles import (
@@ -19,7 +22,6 @@ from adatom.ops.attention.hopper_fwd_tiles import (
     multiply_queries,
     nothing_seen,
     own_queries,
-    producer,
     settle,
     softmax_step,
     tile_of,
@@ -35,14 +37,15 @@ from adatom.tiles.hopper import (
     keys_shared,
     lap,
     let_next,
+    load_tile,
     mbarrier,
     named_arrive,
     named_sync,
     release,
     slot,
     tile_number,
-    tiles_of_program,
     tma,
+    wait_empty,
     wait_for_previous,
     wait_full,
     warpgroup_mma,
@@ -83,8 +86,8 @@ def _scores(s, n, first, n0, bounds, rings, PENDING: gl.constexpr, MASK: gl.cons
     if MASK:
         i = gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
         j = gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, PLAN.BLOCK_M)
-        cut = n0 + PLAN.BLOCK_N > end
+        begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, PLAN.BLOCK_M)
+        cut = (n0 < begin) | (n0 + PLAN.BLOCK_N > end)
         s = masked_scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, 1.0, 0.0, PLAN)
     return s
 
@@ -100,6 +103,99 @@ def _cut(s, m, l, first, n0, bounds, unit, PLAN: gl.constexpr, LAYOUT: gl.conste
     reference = _finite(higher)
     alpha = gl.exp2(m - reference)
     return s, higher, reference, alpha, l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+
+
+@gluon.jit
+def _multiply_half(turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr):
+    """Begin s = q k^T for the half of the keys of block n that consumer C sees: the first consumer the first half where
+    the diagonal cuts, the second consumer the second half where a window begins."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    HALF: gl.constexpr = PLAN.BLOCK_N // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    k = k_s.index(slot(n, PLAN.STAGES)).slice(C * HALF, HALF, 0).permute((1, 0))
+    zeros = gl.zeros([BLOCK_M, HALF], gl.float32, LAYOUT)
+    return warpgroup_mma(q_s.index(own_queries(turn, C, PLAN)), k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _diagonal(s, unit, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """(p, reference, l) of the block that the diagonal cuts, of as many keys as there are queries in a tile."""
+    M: gl.constexpr = PLAN.BLOCK_M
+    HALF: gl.constexpr = PLAN.BLOCK_N // 2
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    i = gl.arange(0, M, gl.SliceLayout(1, H_LAYOUT))
+    j = gl.arange(0, HALF, gl.SliceLayout(0, H_LAYOUT))
+    seen = j[None, :] <= i[:, None]
+    if C == 0:
+        s = gl.where(seen, s, float("-inf"))
+        reference = gl.max(s, 1) * unit
+        p = _exponentials(s, reference, unit)
+        l = _in_lanes(p)
+    else:
+        low, high = gl.split(s.reshape([M, 2, HALF]).permute((0, 2, 1)))
+        low = gl.convert_layout(low, H_LAYOUT, assert_trivial=True)
+        high = gl.where(seen, gl.convert_layout(high, H_LAYOUT, assert_trivial=True), float("-inf"))
+        reference = gl.max(low, 1) * unit
+        low = _exponentials(low, reference, unit)
+        high = _exponentials(high, reference, unit)
+        l = _in_lanes(low) + _in_lanes(high)
+        p = gl.join(low, high).permute((0, 2, 1)).reshape([M, 2 * HALF])
+        p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
+    wide = _in_lanes(gl.zeros([M, 2 * HALF], gl.float32, LAYOUT))
+    return p, gl.convert_layout(reference, S_ROWS), gl.convert_layout(l, wide.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _softmax(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """(acc, l, p) of block n, whose scores and whose predecessor's P V are under way."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    s = warpgroup_mma_wait(1, deps=(s,))
+    release(k_empty, n, PLAN.STAGES)
+    p = _exponentials(s, reference, unit)
+    l += _in_lanes(p)
+    acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
+    return acc, l, p
+
+
+@gluon.jit
+def _pin(l):
+    """What l is made of is computed before what follows: ptxas would move exponentials below the wait for P V."""
+    asm: gl.constexpr = """
+    {
+        .reg .pred never;
+        .reg .f32 t;
+        add.f32 t, $4, $5;
+        add.f32 t, t, $6;
+        add.f32 t, t, $7;
+        setp.lt.f32 never, t, 0f00000000;
+        @never nanosleep.u32 1;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+    }
+    """
+    gl.inline_asm_elementwise(asm, "=r,=r,=r,=r,f,f,f,f", [l], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr,
+                 P_LAYOUT: gl.constexpr):
+    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, whose keys
+    may be half of the block."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    s = warpgroup_mma_wait(1, deps=(s,))
+    release(k_empty, n, PLAN.STAGES)
+    i = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
+    s = gl.where(j[None, :] > i[:, None], s, float("-inf"))
+    p = _exponentials(s, gl.convert_layout(reference, gl.SliceLayout(1, LAYOUT)), unit)
+    l += gl.convert_layout(_in_lanes(p), l.type.layout, assert_trivial=True)
+    _pin(l)
+    acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
+    return acc, l, p
 
 
 @gluon.jit
@@ -132,7 +228,7 @@ def _again(q, tile, X, Sinks, h, first, bounds, scale, DIM: gl.constexpr, PLAN: 
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     i = first + gl.arange(0, BLOCK_M, S_ROWS)
     j = gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
-    begin, end = keys_seen(first, len_k - len_q, len_k, left, right, False, PLAN.RIGHT, BLOCK_M, KEYS)
+    begin, end = keys_seen(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M, KEYS)
     m, l = nothing_seen(Sinks, h, S_ROWS, PLAN)
     acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, O_LAYOUT)
     for n0 in range(begin, end, KEYS):
@@ -151,8 +247,67 @@ def _again(q, tile, X, Sinks, h, first, bounds, scale, DIM: gl.constexpr, PLAN: 
 
 
 @gluon.jit
-def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexpr, DIM: gl.constexpr,
-              PLAN: gl.constexpr):
+def _tell(t, turn, numbers, rings, PLAN: gl.constexpr):
+    """Say that tile t is that of this turn, as soon as there is room for its queries."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    CONSUMERS: gl.constexpr = PLAN.CONSUMERS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_empty.index(own_queries(turn, c, PLAN)), lap(turn, PLAN.Q_STAGES) ^ 1)
+    numbers.index(slot(turn, PLAN.Q_STAGES)).store(gl.full([1], t, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def _told(turn, numbers, rings, C: gl.constexpr, PLAN: gl.constexpr):
+    """The tile of this turn, once the queries of consumer C have come. The first that is none ends the program."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(q_full.index(own_queries(turn, C, PLAN)), lap(turn, PLAN.Q_STAGES))
+    return gl.max(numbers.index(slot(turn, PLAN.Q_STAGES)).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _producer(Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED: gl.constexpr, PLAN: gl.constexpr):
+    """Keeps the rings full, and says which tile is next. COUNTED: it is one that no program took yet; `Taken` counts
+    those that were, beyond each program's first."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
+    CONSUMERS: gl.constexpr = PLAN.CONSUMERS
+    STAGES: gl.constexpr = PLAN.STAGES
+    n_tiles = count_tiles(Order, n_tiles, sizes, PLAN)
+    n = 0
+    turn = 0
+    t = gl.program_id(0)
+    while t < n_tiles:
+        following = tile_number(turn + 1)
+        if COUNTED:
+            following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+        b, h, m0, start_q, start_k, len_q, len_k = tile_of(t, Order, Lens, sizes, PLAN)
+        begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+        hk = h // (heads // kv_heads)
+        _tell(t, turn, numbers, rings, PLAN)
+        for c in gl.static_range(CONSUMERS):
+            i = own_queries(turn, c, PLAN)
+            load_tile(Q, b, h, start_q + m0 + c * PLAN.BLOCK_M, 0, q_full.index(i), q_s.index(i))
+        n0 = begin + blocks * PLAN.BLOCK_N
+        for _ in range(blocks):
+            n0 -= PLAN.BLOCK_N
+            i = slot(n, STAGES)
+            wait_empty(k_empty, n, STAGES)
+            load_tile(K, b, hk, start_k + n0, 0, k_full.index(i), k_s.index(i))
+            wait_empty(v_empty, n, STAGES)
+            load_tile(V, b, hk, start_k + n0, 0, v_full.index(i), v_s.index(i))
+            n += 1
+        turn += 1
+        t = following
+    _tell(n_tiles, turn, numbers, rings, PLAN)
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.arrive(q_full.index(own_queries(turn, c, PLAN)), count=1)
+
+
+@gluon.jit
+def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl.constexpr, SQUARE: gl.constexpr,
+              DIM: gl.constexpr, PLAN: gl.constexpr):
     """Computes BLOCK_M rows of out and lse of every tile."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
@@ -174,49 +329,121 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
         named_arrive(TURN, 256)  # the first consumer begins
 
     n = 0  # blocks of keys begun
-    for turn in range(tiles_of_program(n_tiles)):
+    turn = 0
+    t = _told(turn, numbers, rings, C, PLAN)
+    while t < n_tiles:
         q = own_queries(turn, C, PLAN)
-        mbarrier.wait(q_full.index(q), lap(turn, PLAN.Q_STAGES))
         wait_full(k_full, n, STAGES)
         named_sync(TURN + C, 256)
-        s = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
+        if SQUARE and C == 0:
+            s = _multiply_half(turn, n, rings, C, PLAN)
+        else:
+            s = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
-        b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
+        b, h, m0, start_q, start_k, len_q, len_k = tile_of(t, Order, Lens, sizes, PLAN)
         begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
         bounds = (len_q, len_k, left, right)
         first = m0 + C * BLOCK_M
         n0 = begin + (blocks - 1) * BLOCK_N
         acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, O_LAYOUT)
-        s = _scores(s, n, first, n0, bounds, rings, 0, PLAN.MASK, PLAN, S_LAYOUT)
-        m = gl.max(s, 1) * unit
-        reference = _finite(m)
-        p = _exponentials(s, reference, unit)
-        l = _in_lanes(p)
-        p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
-        if PLAN.LENS or PLAN.VARLEN:
-            clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
-        n += 1
-
-        for _ in range(blocks - 1):
-            n0 -= BLOCK_N
-            s, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-            s = _scores(s, n, first, n0, bounds, rings, 1, False, PLAN, S_LAYOUT)
-            alpha = m
-            if PLAN.RIGHT:  # the right edge may cut more blocks, in which rows may see the first of their keys
-                begin, end = keys_shared(first, len_k - len_q, len_k, left, right, False, True, BLOCK_M)
-                cut = n0 + BLOCK_N > end
-                if cut:
-                    s, m, reference, alpha, l = _cut(s, m, l, first, n0, bounds, unit, PLAN, S_LAYOUT)
-            pf = _exponentials(s, reference, unit)
-            l += _in_lanes(pf)
-            acc, p = settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
-            if PLAN.RIGHT:
-                if cut:
-                    acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
+        if SQUARE:
+            s = warpgroup_mma_wait(0, deps=(s,))
+            release(k_empty, n, STAGES)
+            p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
+            p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+            n += 1
+            edge = n * 0  # whether the last block is cut, too
+            if PLAN.LEFT:
+                edge = gl.where(m0 + len_k - len_q > left, 1, 0)
+            if C == 0:  # half a block, then whole ones; no products are under way where branches meet
+                if blocks > 1:
+                    wait_full(k_full, n, STAGES)
+                    named_sync(TURN, 256)
+                    scores = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
+                    wait_full(v_full, n - 1, STAGES)
+                    acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0), acc, is_async=True)
+                    named_arrive(TURN + 1, 256)
+                    acc, l, wide = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
+                    n += 1
+                    for _ in range(blocks - 2 - edge):
+                        scores, acc = multiply_both(wide, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+                        acc, l, wide = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
+                        n += 1
+                    if PLAN.LEFT:
+                        if edge != 0:
+                            se, acc = multiply_both(wide, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+                            acc, l, wide = _window_edge(se, acc, l, reference, n, rings, unit, PLAN, S_LAYOUT, P_LAYOUT)
+                            n += 1
+                    wait_full(v_full, n - 1, STAGES)
+                    acc = warpgroup_mma(wide, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                else:
+                    wait_full(v_full, n - 1, STAGES)
+                    acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+            else:
+                for _ in range(blocks - 1 - edge):
+                    scores, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+                    acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
+                    n += 1
+                v = v_s.index(slot(n - 1, STAGES))
+                wait_full(v_full, n - 1, STAGES)
+                if PLAN.LEFT:
+                    if edge != 0:
+                        HALF: gl.constexpr = BLOCK_N // 2
+                        H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+                        wait_full(k_full, n, STAGES)
+                        named_sync(TURN + 1, 256)
+                        sh = _multiply_half(turn, n, rings, C, PLAN)
+                        acc = warpgroup_mma(p, v, acc, is_async=True)
+                        named_arrive(TURN, 256)
+                        acc, l, ph = _window_edge(sh, acc, l, reference, n, rings, unit, PLAN, H_LAYOUT, P_LAYOUT)
+                        n += 1
+                        wait_full(v_full, n - 1, STAGES)
+                        acc = warpgroup_mma(ph, v_s.index(slot(n - 1, STAGES)).slice(HALF, HALF, 0), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                    else:
+                        acc = warpgroup_mma(p, v, acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                else:
+                    acc = warpgroup_mma(p, v, acc, is_async=True)
+        else:
+            s = _scores(s, n, first, n0, bounds, rings, 0, PLAN.MASK, PLAN, S_LAYOUT)
+            m = gl.max(s, 1) * unit
+            reference = _finite(m)
+            p = _exponentials(s, reference, unit)
+            l = _in_lanes(p)
+            p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+            if PLAN.LENS or PLAN.VARLEN:
+                clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
             n += 1
 
-        wait_full(v_full, n - 1, STAGES)
-        acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+            for _ in range(blocks - 1):
+                n0 -= BLOCK_N
+                s, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+                s = _scores(s, n, first, n0, bounds, rings, 1, False, PLAN, S_LAYOUT)
+                alpha = m
+                begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
+                cut = n0 + BLOCK_N >= end
+                if PLAN.RIGHT:  # the right edge may cut more blocks, in which rows may see the first of their keys
+                    if cut:
+                        s, m, reference, alpha, l = _cut(s, m, l, first, n0, bounds, unit, PLAN, S_LAYOUT)
+                if PLAN.LEFT:
+                    if (cut == 0) & (n0 < begin):
+                        j = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+                        s = gl.where(j[None, :] >= (m0 + i + (len_k - len_q - left))[:, None], s, float("-inf"))
+                pf = _exponentials(s, reference, unit)
+                l += _in_lanes(pf)
+                if PLAN.LEFT:
+                    _pin(l)
+                acc, p = settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
+                if PLAN.RIGHT:
+                    if cut:
+                        acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
+                n += 1
+
+            wait_full(v_full, n - 1, STAGES)
+            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
         m = reference
         sums = gl.convert_layout(gl.sum(l, 1), ROWS)
         if PLAN.SINKS:
@@ -247,36 +474,44 @@ def _consumer(results, given, keys, rings, sizes, n_tiles, scale, C: gl.constexp
         gl.store(Lse + row + m0 + i, lse, mask=m0 + i < len_q)
         acc = acc * gl.convert_layout(1.0 / sums, O_ROWS)[:, None]
         write_out(results, acc, o_s.index(C), b, h, first, start_q, len_q, PLAN)
+        turn += 1
+        t = _told(turn, numbers, rings, C, PLAN)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "left", "right", "n_tiles"])
-def _fast_kernel(Q, K, V, Sinks, Lens, Order, Out, KPtr, VPtr, OutPtr, Lse, stride_oh, stride_om,
+def _fast_kernel(Q, K, V, Sinks, Lens, Order, Taken, Out, KPtr, VPtr, OutPtr, Lse, stride_oh, stride_om,
                  stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm,
                  heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale,
-                 RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
-                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr,
-                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-                 REGISTERS: gl.constexpr):
-    PLAN: gl.constexpr = make_plan(0, False, True, False, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
+                 LEFT: gl.constexpr, RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr, LENS: gl.constexpr,
+                 VARLEN: gl.constexpr, SQUARE: gl.constexpr, COUNTED: gl.constexpr, HEAD_DIM: gl.constexpr,
+                 HEAD_DIM_V: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr,
+                 BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+    PLAN: gl.constexpr = make_plan(0, False, True, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
                                    BLOCK_M, BLOCK_N, Q_STAGES, STAGES, 1, False)
     rings = make_rings(Q, K, V, K, Out, PLAN)
+    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     let_next(EARLY)
     wait_for_previous(EARLY)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     results = (Out, OutPtr, Lse, stride_oh, stride_om)
     given = (Sinks, Lens, Order)
     keys = (KPtr, VPtr, stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm)
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (results, given, keys, rings, sizes, n_tiles, scale, 0, HEAD_DIM, PLAN)),
-            (_consumer, (results, given, keys, rings, sizes, n_tiles, scale, 1, HEAD_DIM, PLAN)),
-            (producer, (Q, K, V, K, Lens, Order, 0, 0, rings, sizes, n_tiles, PLAN)),
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
+        ], [1], [24])
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 1, SQUARE, HEAD_DIM, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (results, given, keys, rings, sizes, n_tiles, scale, 0, HEAD_DIM, PLAN)),
-            (_consumer, (results, given, keys, rings, sizes, n_tiles, scale, 1, HEAD_DIM, PLAN)),
-            (_consumer, (results, given, keys, rings, sizes, n_tiles, scale, 2, HEAD_DIM, PLAN)),
-            (producer, (Q, K, V, K, Lens, Order, 0, 0, rings, sizes, n_tiles, PLAN)),
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 1, SQUARE, HEAD_DIM, PLAN)),
+            (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 2, SQUARE, HEAD_DIM, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

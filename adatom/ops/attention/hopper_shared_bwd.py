@@ -62,12 +62,13 @@ def _tile(t, counts):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr):
-    """Keeps the rings full. Beyond the last sharer, the last one comes again."""
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, zeros_s, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr):
+    """Keeps the rings full, and clears a share of the sum of dQ with each tile. Beyond the last sharer, the last one
+    comes again."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
-    bias_b, bias_h = several
+    bias_b, bias_h, n_pieces = several
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
@@ -91,7 +92,10 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, SHA
                 load_tile_and_numbers(DOut, b, h, m0, Delta, row, full.index(i), do_s.index(i * SHARERS + c),
                                       delta_s.index(i * SHARERS + c))
             n += 1
+        for at in range(t, n_pieces, n_tiles):
+            tma.async_store(Sum, [at * (DIM // 2), 0], zeros_s)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -157,14 +161,14 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
         turn += 1
 
 
-_COUNTS = ["heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles"]
+_COUNTS = ["n_pieces", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, bias_b, bias_h, heads, repeats, bias_heads, shared, groups,
-                 padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EARLY: gl.constexpr,
+def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, bias_b, bias_h, n_pieces, heads, repeats, bias_heads,
+                 shared, groups, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EARLY: gl.constexpr,
                  REGISTERS: gl.constexpr):
-    """dK and dV of tiles of 64 keys of three sharers.
+    """dK and dV of tiles of 64 keys of three sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of consecutive batch elements, `repeats` of them, in `groups` of three; its number is multiplied by
@@ -177,6 +181,8 @@ def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, bias_b, bias_h, heads,
     bias_s = make_tiles(Bias, STAGES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Delta.layout)
+    zeros_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 128], Sum.layout)
+    zeros_s.store(gl.zeros([DIM // 2, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])))
     full = make_barriers(STAGES, 1 + 2 * SHARERS)
     empty = make_barriers(STAGES, SHARERS)
     kv_full = make_barriers(KV_STAGES, 2 * SHARERS)
@@ -187,12 +193,12 @@ def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, bias_b, bias_h, heads,
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s)
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
-    several = (bias_b, bias_h)
+    several = (bias_b, bias_h, n_pieces)
     gl.warp_specialize([
         (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS)),
         (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS)),
         (_consumer, (DK, DV, tiles, bars, counts, scale, 2, SHARED_HEADS)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, counts, SHARED_HEADS)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, Sum, zeros_s, several, tiles, bars, counts, SHARED_HEADS)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -216,15 +222,16 @@ def _launches(
     assert x.bias is not None
     m, n, dim = BLOCK_M.value, KEYS.value, DIM.value
     n_m = -(-call.len_q // m)
-    before = ahead(call, dim, m, out, dout, dlse)
+    n_blocks = n_m * call.heads * call.batch
+    before = ahead(call, m, out, dout, dlse)
     _, behind = ends(call, dim, m, out, dout, dq)
     slices = x.bias.shape[0] * x.bias.shape[1]
     shared = call.batch * call.heads // slices
     groups = -(-shared // SHARERS.value)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.repeats, x.bias.shape[1], shared,
-        groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
+        *(int(stride > 0) for stride in call.bias_strides[:2]), n_blocks * 2, call.heads, call.repeats,
+        x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "EARLY": True, "REGISTERS": 160, "num_warps": 4,
@@ -232,10 +239,9 @@ def _launches(
     }  # fmt: skip
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,), "Bias": (m, n),
-        "DK": (n, dim), "DV": (n, dim),
+        "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, min(n_tiles, call.device.sms), scalars, meta, _SPILL, blocks)
-    n_blocks = n_m * call.heads * call.batch
     return Launches(before, keys, sums_launch(call, x.bias, n_m * m), behind, n_blocks)
 
 
@@ -253,8 +259,8 @@ def backward(
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
     total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
-    plan.before(out, dout, lse, dlse, rows, delta, total)
+    plan.before(out, dout, lse, dlse, rows, delta)
+    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, total, dk, dv)  # clears the sum of dQ
     dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
-    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, dk, dv)
     plan.behind(total, dq, x.cu_seqlens_q)
     return dq, dk, dv, dbias, None

@@ -13,11 +13,11 @@ FAR = tl.constexpr(1048576.0)
 
 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
-def _ahead_kernel(Out, DOut, Lse, DLse, Rows, Delta, Sum, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
-                  stride_gm, heads, len_q, n_m, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
-                  DLSE: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a block of queries: delta, lse in log2 units (Rows), +inf for a query that does not exist or sees nothing, and
-    for the sum of dQ zeros."""
+def _ahead_kernel(Out, DOut, Lse, DLse, Rows, Delta, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
+                  stride_gm, heads, len_q, n_m, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, DLSE: tl.constexpr,
+                  EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of a block of queries: delta, and lse in log2 units (Rows), +inf for a query that does not exist or sees nothing.
+    """
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     bh = pid // n_m
@@ -27,8 +27,6 @@ def _ahead_kernel(Out, DOut, Lse, DLse, Rows, Delta, Sum, stride_ob, stride_oh, 
     i = tl.arange(0, BLOCK_M)
     some = m0 + i < len_q
     start = tl.cast(0, tl.int64)
-    zeros = tl.arange(0, BLOCK_M * D)
-    tl.store(Sum + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
     o = load_tile(Out + at(b, h, start, stride_ob, stride_oh, stride_om, PIECE), b, h, m0, stride_om, len_q, BLOCK_M,
                   HEAD_DIM_V, BLOCK_DV, False, False, PIECE)
     do = load_tile(DOut + at(b, h, start, stride_gb, stride_gh, stride_gm, PIECE), b, h, m0, stride_gm, len_q, BLOCK_M,
@@ -44,13 +42,12 @@ def _ahead_kernel(Out, DOut, Lse, DLse, Rows, Delta, Sum, stride_ob, stride_oh, 
     tl.store(Delta + at_padded, delta)
 
 
-def ahead(call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> Launch:
-    """The launch for out, dout, lse, dlse, the rows of lse and of delta, and a float32 sum of `dim` columns, in blocks
-    of block_m queries."""
+def ahead(call: Call, block_m: int, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> Launch:
+    """The launch for out, dout, lse, dlse, and the rows of lse and of delta, in blocks of block_m queries."""
     n_m = -(-call.len_q // block_m)
     strides = *call.strides(out), *call.strides(dout)
     meta = {
-        "HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"], "D": dim, "DLSE": dlse, "EARLY": True,
+        "HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"], "DLSE": dlse, "EARLY": True,
         "PIECE": call.piece, "BLOCK_M": block_m, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     return Launch(_ahead_kernel, n_m * call.batch * call.heads, (*strides, call.heads, call.len_q, n_m), meta)
