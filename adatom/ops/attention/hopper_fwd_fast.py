@@ -119,8 +119,16 @@ def _multiply_half(turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _side_by_side(low, high, LAYOUT: gl.constexpr):
+    """Numbers of the first and of the second half of a block's keys as those of the block."""
+    p = gl.join(low, high).permute((0, 2, 1)).reshape([low.shape[0], 2 * low.shape[1]])
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _diagonal(s, unit, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """(p, reference, l) of the block that the diagonal cuts, of as many keys as there are queries in a tile."""
+    """(p, reference, l) of the block that the diagonal cuts, of as many keys as there are queries in a tile. The first
+    consumer's p is of the half of the keys that it sees."""
     M: gl.constexpr = PLAN.BLOCK_M
     HALF: gl.constexpr = PLAN.BLOCK_N // 2
     S_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -141,8 +149,7 @@ def _diagonal(s, unit, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr
         low = _exponentials(low, reference, unit)
         high = _exponentials(high, reference, unit)
         l = _in_lanes(low) + _in_lanes(high)
-        p = gl.join(low, high).permute((0, 2, 1)).reshape([M, 2 * HALF])
-        p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
+        p = _side_by_side(low, high, LAYOUT)
     wide = _in_lanes(gl.zeros([M, 2 * HALF], gl.float32, LAYOUT))
     return p, gl.convert_layout(reference, S_ROWS), gl.convert_layout(l, wide.type.layout, assert_trivial=True)
 
@@ -181,10 +188,10 @@ def _pin(l):
 
 
 @gluon.jit
-def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr,
+def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
                  P_LAYOUT: gl.constexpr):
-    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, whose keys
-    may be half of the block."""
+    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, which may be
+    of the block's second half alone; p is of all of it."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_empty, n, PLAN.STAGES)
@@ -194,6 +201,8 @@ def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOU
     p = _exponentials(s, gl.convert_layout(reference, gl.SliceLayout(1, LAYOUT)), unit)
     l += gl.convert_layout(_in_lanes(p), l.type.layout, assert_trivial=True)
     _pin(l)
+    if p.shape[1] < PLAN.BLOCK_N:
+        p = _side_by_side(gl.zeros_like(p), p, S_LAYOUT)
     acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
     return acc, l, p
 
@@ -321,6 +330,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
@@ -350,63 +360,47 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
             s = warpgroup_mma_wait(0, deps=(s,))
             release(k_empty, n, STAGES)
             p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
-            p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
             n += 1
             edge = n * 0  # whether the last block is cut, too
             if PLAN.LEFT:
                 edge = gl.where(m0 + len_k - len_q > left, 1, 0)
-            if C == 0:  # half a block, then whole ones; no products are under way where branches meet
-                if blocks > 1:
+            rest = blocks - 1 - edge
+            # ptxas may leave out what describes an operand to one of two branches that both multiply by it: no "else"
+            if C == 0:  # half a block, then whole ones
+                half = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+                p = _side_by_side(p, gl.zeros_like(p), S_LAYOUT)
+                p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+                if rest > 0:
                     wait_full(k_full, n, STAGES)
                     named_sync(TURN, 256)
                     scores = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
+                    v = v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0)
                     wait_full(v_full, n - 1, STAGES)
-                    acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0), acc, is_async=True)
+                    acc = warpgroup_mma(half, v, acc, is_async=True)
                     named_arrive(TURN + 1, 256)
-                    acc, l, wide = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
-                    n += 1
-                    for _ in range(blocks - 2 - edge):
-                        scores, acc = multiply_both(wide, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-                        acc, l, wide = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
-                        n += 1
-                    if PLAN.LEFT:
-                        if edge != 0:
-                            se, acc = multiply_both(wide, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-                            acc, l, wide = _window_edge(se, acc, l, reference, n, rings, unit, PLAN, S_LAYOUT, P_LAYOUT)
-                            n += 1
-                    wait_full(v_full, n - 1, STAGES)
-                    acc = warpgroup_mma(wide, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
-                else:
-                    wait_full(v_full, n - 1, STAGES)
-                    acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
-            else:
-                for _ in range(blocks - 1 - edge):
-                    scores, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
                     acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
                     n += 1
-                v = v_s.index(slot(n - 1, STAGES))
-                wait_full(v_full, n - 1, STAGES)
-                if PLAN.LEFT:
-                    if edge != 0:
-                        HALF: gl.constexpr = BLOCK_N // 2
-                        H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-                        wait_full(k_full, n, STAGES)
-                        named_sync(TURN + 1, 256)
-                        sh = _multiply_half(turn, n, rings, C, PLAN)
-                        acc = warpgroup_mma(p, v, acc, is_async=True)
-                        named_arrive(TURN, 256)
-                        acc, l, ph = _window_edge(sh, acc, l, reference, n, rings, unit, PLAN, H_LAYOUT, P_LAYOUT)
-                        n += 1
-                        wait_full(v_full, n - 1, STAGES)
-                        acc = warpgroup_mma(ph, v_s.index(slot(n - 1, STAGES)).slice(HALF, HALF, 0), acc, is_async=True)
-                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                    rest -= 1
+            else:
+                p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+            for _ in range(rest):
+                scores, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
+                acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
+                n += 1
+            if PLAN.LEFT:
+                if edge != 0:
+                    EDGE: gl.constexpr = S_LAYOUT if C == 0 else H_LAYOUT
+                    wait_full(k_full, n, STAGES)
+                    named_sync(TURN + C, 256)
+                    if C == 0:
+                        scores = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
                     else:
-                        acc = warpgroup_mma(p, v, acc, is_async=True)
-                        acc = warpgroup_mma_wait(0, deps=(acc,))
-                else:
-                    acc = warpgroup_mma(p, v, acc, is_async=True)
+                        scores = _multiply_half(turn, n, rings, C, PLAN)
+                    wait_full(v_full, n - 1, STAGES)
+                    acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+                    named_arrive(TURN + 1 - C, 256)
+                    acc, l, p = _window_edge(scores, acc, l, reference, n, rings, unit, PLAN, EDGE, S_LAYOUT, P_LAYOUT)
+                    n += 1
         else:
             s = _scores(s, n, first, n0, bounds, rings, 0, PLAN.MASK, PLAN, S_LAYOUT)
             m = gl.max(s, 1) * unit
@@ -442,8 +436,8 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                         acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
                 n += 1
 
-            wait_full(v_full, n - 1, STAGES)
-            acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
+        wait_full(v_full, n - 1, STAGES)
+        acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
         m = reference
         sums = gl.convert_layout(gl.sum(l, 1), ROWS)
         if PLAN.SINKS:
