@@ -190,8 +190,8 @@ def _pin(l):
 @gluon.jit
 def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
                  P_LAYOUT: gl.constexpr):
-    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, which may be
-    of the block's second half alone; p is of all of it."""
+    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, which may
+    be of the block's second half alone; p is of all of it."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_empty, n, PLAN.STAGES)
