@@ -125,3 +125,18 @@ def test_files_speak_of_no_machine():
 
 def test_there_is_no_utils_file():
     assert not [path for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+def _products(body: list[ast.stmt]) -> bool:
+    called = (ast.unparse(n.func) for line in body for n in ast.walk(line) if isinstance(n, ast.Call))
+    return any("mma" in name and "wait" not in name or "multiply" in name for name in called)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("ops/**/hopper_*.py")), ids=lambda path: path.stem)
+def test_no_two_branches_multiply(path):
+    """ptxas may describe an operand in one of two branches that both multiply by it ("What the compiler does behind
+    one's back", docs/hopper.md). A condition of constants is no branch."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and _products(node.body) and _products(node.orelse):
+            names = [n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)]
+            assert all(name.isupper() for name in names), f"{path.name}:{node.lineno}"
