@@ -21,12 +21,14 @@ def on_device(launch: Callable[..., Any], like: Tensor, *args: Any) -> Any:
 def vmap_rule(name: str) -> Any:
     """vmap of operator adatom::name: one call for each element, whatever is batched. A batch dimension is faster."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         op = getattr(torch.ops.adatom, name).default
         calls = [
             op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
             for i in range(info.batch_size)
         ]
+        if isinstance(calls[0], Tensor):
+            return torch.stack(calls), 0
         results = tuple(torch.stack(r) for r in zip(*calls))
         return results, (0,) * len(results)
 

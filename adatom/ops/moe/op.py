@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from adatom.operators import on_device
+from adatom.operators import on_device, vmap_rule
 from adatom.ops.linear.reference import gradient, gradient_gradient, value
 from adatom.ops.moe.problem import Inputs, Options, inverse_of, present, problem
 from adatom.ops.moe.torch_grouped import grouped, outer
@@ -77,11 +77,6 @@ for _name, _impl, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _impl, _key)
     torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
-
-moe_fwd = torch.ops.adatom.moe_fwd.default
-moe_bwd = torch.ops.adatom.moe_bwd.default
-moe_grouped = torch.ops.adatom.moe_grouped.default
-moe_outer = torch.ops.adatom.moe_outer.default
 
 
 def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -185,10 +180,23 @@ def _outer_backward(ctx: Any, dsums: Tensor) -> tuple[Any, ...]:
     return da, moe_grouped(a, dsums.mT, offsets) if need_b else None, None
 
 
-for _name, _formula, _setup in (
-    ("moe_fwd", _backward, _save_forward),
-    ("moe_bwd", _backward_of_backward, _save_backward),
-    ("moe_grouped", _grouped_backward, _save_operands),
-    ("moe_outer", _outer_backward, _save_operands),
-):
-    torch.library.register_autograd(f"adatom::{_name}", _formula, setup_context=_setup, lib=_library)
+def _differentiable(name: str, formula: Any, setup: Any) -> Any:
+    """The operator with its formula; for torch.func, which takes no operator's own, as a Function."""
+    operator = getattr(torch.ops.adatom, name).default
+    torch.library.register_autograd(f"adatom::{name}", formula, setup_context=setup, lib=_library)
+    torch.library.register_vmap(f"adatom::{name}", vmap_rule(name), lib=_library)
+    parts = {"forward": operator.__call__, "setup_context": setup, "backward": formula}
+    methods = {key: staticmethod(part) for key, part in parts.items()}
+    function: Any = type(name, (torch.autograd.Function,), {**methods, "generate_vmap_rule": True})
+
+    def call(*args: Any) -> Any:
+        transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+        return function.apply(*args) if transformed else operator(*args)
+
+    return call
+
+
+moe_fwd = _differentiable("moe_fwd", _backward, _save_forward)
+moe_bwd = _differentiable("moe_bwd", _backward_of_backward, _save_backward)
+moe_grouped = _differentiable("moe_grouped", _grouped_backward, _save_operands)
+moe_outer = _differentiable("moe_outer", _outer_backward, _save_operands)

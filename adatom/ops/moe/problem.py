@@ -82,19 +82,11 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
     tokens, device = x.x.shape[0], facts(x.x.device)
     near = max(x.x.stride(0), x.weights.stride(0)) < 2**29  # kernels for few tokens multiply in 32 bits
     return Problem(
-        device,
-        x.x.dtype,
-        x.weights.dtype,
-        o.activation,
-        1 << (tokens - 1).bit_length() if tokens > 4 else tokens,
-        x.x.shape[1],
-        x.w_down.shape[2],
-        x.experts,
-        x.top_k,
-        recompute,
+        device, x.x.dtype, x.weights.dtype, o.activation, 1 << (tokens - 1).bit_length() if tokens > 4 else tokens,
+        x.x.shape[1], x.w_down.shape[2], x.experts, x.top_k, recompute,
         device.kind == "cuda" and aligned(x.x, x.w_gate_up, x.w_down) and near,
         torch.are_deterministic_algorithms_enabled(),
-    )
+    )  # fmt: skip
 
 
 def present(indices: Tensor, experts: int) -> Tensor:
