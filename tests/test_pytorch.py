@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import adatom
+import adatom.nn
 from adatom.ops.attention import op
 from adatom.ops.attention.api import inputs_of
 
@@ -159,6 +160,40 @@ def test_compile_with_dynamic_lengths():
         torch.testing.assert_close(compiled(q, k), adatom.attention(q, k, k, causal=True))
 
 
+def test_compile_with_options_that_change():
+    """A scale that differs from call to call becomes a symbol."""
+    torch.compiler.reset()
+    q = torch.randn(1, 2, 5, 8)
+    compiled = torch.compile(adatom.attention, fullgraph=True, backend="aot_eager")
+    for scale in (0.1, 0.2, 0.3):
+        got = compiled(q, q, q, scale=scale, softcap=10 * scale)
+        torch.testing.assert_close(got, adatom.attention(q, q, q, scale=scale, softcap=10 * scale))
+
+
+MODULES = {
+    "attention": lambda: adatom.nn.Attention(16, 2),
+    "linear": lambda: adatom.nn.Linear(16, 8, activation="gelu"),
+    "gated": lambda: adatom.nn.GatedMLP(16, 8),
+    "moe": lambda: adatom.nn.MoE(16, 8, 4, 2),
+    "norm": lambda: adatom.nn.RMSNorm(16),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_batch_of_any_size_is_compiled_once(name):
+    """Shapes stay symbols: a size that is fixed while tracing would compile again for each."""
+    torch.compiler.reset()
+    module, counter = MODULES[name](), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for batch in (3, 5, 6):
+        x = torch.randn(batch, 4, 16)
+        torch._dynamo.mark_dynamic(x, 0)
+        y = compiled(x)
+        torch.testing.assert_close(y, module(x))
+        y.sum().backward()
+    assert counter.frame_count == 1
+
+
 def test_meta_tensors_give_shapes():
     q, k, v = (torch.empty(2, 4, n, d, device="meta", dtype=torch.bfloat16) for n, d in ((5, 8), (7, 8), (7, 16)))
     out, lse = adatom.attention(q.requires_grad_(), k, v, return_lse=True)
@@ -193,6 +228,12 @@ def test_vmap(recording):
         out = torch.vmap(lambda q, k, b: adatom.attention(q, k, k, bias=b), in_dims=(0, 1, 0))(q, k, bias)
     expected = torch.stack([adatom.attention(q[i], k[:, i], k[:, i], bias=bias[i]) for i in range(3)])
     torch.testing.assert_close(out, expected)
+
+
+def test_vmap_over_lengths():
+    q, lens = torch.randn(2, 2, 5, 8, dtype=F64), torch.tensor([[1, 5], [0, 3]])
+    got = torch.vmap(lambda n: adatom.attention(q, q, q, kv_lens=n))(lens)
+    torch.testing.assert_close(got, torch.stack([adatom.attention(q, q, q, kv_lens=n) for n in lens]))
 
 
 def test_gradients_of_each_sample():

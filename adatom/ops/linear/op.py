@@ -7,6 +7,7 @@ inputs, so they get no gradient.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,7 @@ def _fake_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     products = Inputs(x, weight, up).products
     out = x.new_empty(*x.shape[:-1], products // 2 if gated else products)
     kept = keep and Options(activation, gated, precision).keeps == "pre"
-    return out, x.new_empty(x.shape[:-1].numel(), products) if kept else _absent(x)
+    return out, x.new_empty(math.prod(x.shape[:-1]), products) if kept else _absent(x)
 
 
 def _fake_bwd(*args: Any) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -93,4 +94,4 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x (..., features) as a matrix: a view where its strides allow."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # torch.Size.numel would fix what is dynamic
