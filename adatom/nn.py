@@ -96,6 +96,8 @@ class Attention(nn.Module):
         value = key if value is None else value
         require(query.dim() == 3, "a query of shape (batch, seqlen_q, embed_dim)", query=query)
         if attn_mask is not None:
+            if attn_mask.dim() not in (2, 3) or attn_mask.dim() == 3 and attn_mask.shape[0] != len(query) * self.heads:
+                require(False, "an attn_mask ([batch * heads,] seqlen_q, seqlen_k)", query=query, attn_mask=attn_mask)
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (query.shape[0], self.heads))
             bias = _and(bias, _attending(attn_mask))

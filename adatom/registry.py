@@ -131,7 +131,10 @@ PASSES: dict[str, tuple[str, ...]] = {
 
 
 # public functions that have not their op's name
-PUBLIC = {"swiglu": "gated", "geglu": "gated", "rms_norm": "norm", "layer_norm": "norm"}
+PUBLIC = {
+    "attention_varlen": "attention", "swiglu": "gated", "geglu": "gated", "rms_norm": "norm", "layer_norm": "norm",
+    "moe_routed": "moe",
+}  # fmt: skip
 
 
 def op_of(op: str) -> str:
@@ -237,7 +240,8 @@ class Explanation(list[Verdict]):
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel would run for a call of `op` with these arguments, pass by pass, and why each faster one would not.
 
-    op: "attention", "linear", "swiglu", "geglu", "rms_norm", "layer_norm" or "moe". No kernel runs (`moe` routes).
+    op: the name of the public function: "attention", "attention_varlen", "linear", "swiglu", "geglu", "rms_norm",
+    "layer_norm", "moe" or "moe_routed". No kernel runs (`moe` routes).
     Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, and whatever the call
     itself would raise for bad arguments.
 
@@ -247,4 +251,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if op not in PASSES:
         raise ValueError(f"adatom: no op {op!r}; there are: {', '.join((*PASSES, *PUBLIC))}")
     problem, backend = part(op, "api").problem_of(*args, **kwargs)
+    known = tuple(dict.fromkeys(row.backend for p in PASSES[op] for row in rows(p)))
+    if backend not in (None, "deterministic") and not any(serves(backend, name) for name in known):
+        raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {', '.join(known)}")
     return Explanation(v for p in PASSES[op] for v in verdicts(p, problem, backend))

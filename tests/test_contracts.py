@@ -244,7 +244,11 @@ BAD = {
         TypeError,
         r"float dtype, or bool.*int64\[5, 7\]",
     ),
-    "bias no tensor": ({"bias": 0.5}, TypeError, r"bias as a tensor.*bias=0.5"),
+    "sparse": ({"q": Q.to_sparse()}, TypeError, "not sparse or nested ones"),
+    "nested": ({"q": torch.nested.as_nested_tensor(list(Q), layout=torch.jagged)}, TypeError, "attention_varlen"),
+    "sparse bias": ({"bias": torch.eye(5, 7).to_sparse()}, TypeError, r"dense tensor.*float32\[5, 7\]"),
+    "bias of 8 bits": ({"bias": torch.zeros(5, 7).to(torch.float8_e5m2)}, TypeError, "float dtype.*float8_e5m2"),
+    "bias no tensor": ({"bias": 0.5}, TypeError, r"bias as a dense tensor.*bias=0.5"),
     "double bias": (
         {"bias": torch.zeros(5, 7, dtype=F64)},
         TypeError,
@@ -263,6 +267,7 @@ BAD = {
     ),
     "kv_lens large": ({"kv_lens": torch.tensor([1, 8])}, ValueError, "between 0 and seqlen_k = 7.*largest=8"),
     "sinks shape": ({"sinks": torch.zeros(2)}, ValueError, r"shape \(4,\).*float32\[2\]"),
+    "sinks of 8 bits": ({"sinks": torch.zeros(4).to(torch.float8_e5m2)}, TypeError, "float dtype.*float8_e5m2"),
     "sinks integer": ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, r"float dtype.*int32\[4\]"),
     "window number": ({"window": 3}, TypeError, "pair.*window=3"),
     "window triple": ({"window": (1, 2, 3)}, TypeError, r"pair.*\(1, 2, 3\)"),
@@ -332,6 +337,11 @@ def test_wide_heads(head_dim):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(NotImplementedError, match=f"8 to 256; got {head_dim}"):
         patch.setenv("TRITON_INTERPRET", "1")  # as if a kernel could run here
         adatom.attention(x, x, x, backend="triton")
+
+
+def test_a_window_of_bools_is_one_of_numbers():
+    got, want = (adatom.attention(Q, KV, KV, window=window) for window in ((True, False), (1, 0)))
+    torch.testing.assert_close(got, want)
 
 
 def test_softcap_zero_is_none():

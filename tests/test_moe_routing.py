@@ -188,6 +188,8 @@ BAD = {
     "scoring": ({"scoring": "tanh"}, ValueError, "softmax, sigmoid; got scoring='tanh'"),
     "bias": ({"selection_bias": torch.zeros(7)}, ValueError, r"selection_bias \(experts,\)"),
     "groups": ({"groups": (3, 1)}, ValueError, "a divisor of experts"),
+    "groups no tuple": ({"groups": 2}, ValueError, "a divisor of experts.*groups=2"),
+    "groups fractions": ({"groups": (2.0, 1)}, ValueError, r"groups=\(2.0, 1\)"),
     "groups kept": ({"groups": (4, 5)}, ValueError, "kept from 1 to n"),
     "groups of what": ({"groups": (4,)}, ValueError, r"groups \(n, kept\)"),
     "too few": ({"groups": (4, 1), "top_k": 3}, ValueError, "no more experts for a token than its groups have"),
@@ -234,6 +236,32 @@ def test_forward_mode_carries_tangents():
         dual = torch.autograd.forward_ad.make_dual(given[0], tangents[0])
         got = torch.autograd.forward_ad.unpack_dual(ours(dual, *given[1:])).tangent
     torch.testing.assert_close(got, torch.func.jvp(lambda x: plain(x, *given[1:]), given[:1], tangents[:1])[1])
+
+
+def test_transforms():
+    """vmap, and torch.func.grad twice, give what autograd gives."""
+    torch.manual_seed(0)
+    x, logits = torch.randn(3, 4, 8, dtype=F64), torch.randn(3, 4, 5, dtype=F64)
+    up, down = torch.randn(5, 6, 8, dtype=F64), torch.randn(5, 8, 3, dtype=F64)
+
+    def out(x, logits, up=up):
+        return adatom.moe(x, logits, up, down, top_k=2)
+
+    def loss(x, logits, up):
+        return out(x, logits, up).square().sum()
+
+    torch.testing.assert_close(torch.vmap(out)(x, logits), torch.stack([out(*one) for one in zip(x, logits)]))
+    each = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), in_dims=(0, 0, None))(x, logits, up)
+    for i in range(3):
+        given = [t.clone().requires_grad_() for t in (x[i], logits[i], up)]
+        torch.testing.assert_close([g[i] for g in each], list(torch.autograd.grad(loss(*given), given)))
+
+    def slope(up):
+        return torch.func.grad(loss)(x[0], logits[0], up).sin().sum()
+
+    given = [t.clone().requires_grad_() for t in (x[0], up)]
+    (dx,) = torch.autograd.grad(loss(given[0], logits[0], given[1]), given[0], create_graph=True)
+    torch.testing.assert_close(torch.func.grad(slope)(up), torch.autograd.grad(dx.sin().sum(), given[1])[0])
 
 
 class _Calls(TorchDispatchMode):

@@ -142,3 +142,6 @@ def test_refusals():
         Attention(15, 4)
     with pytest.raises(ValueError, match=r"\(batch, seqlen_q, embed_dim\).*\[3, 16\]"):
         Attention(16, 4)(torch.randn(3, 16))
+    for mask in (torch.zeros(7, 3, 3), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"attn_mask \(\[batch \* heads,\] seqlen_q, seqlen_k\)"):
+            Attention(16, 4)(torch.randn(2, 3, 16), attn_mask=mask)

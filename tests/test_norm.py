@@ -305,6 +305,9 @@ def test_wrong_arguments():
         adatom.rms_norm(x, w, residual=x[0])
     with pytest.raises(TypeError, match="float16, bfloat16"):
         adatom.rms_norm(x.int(), w)
+    for eps in (-1e-6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a finite eps >= 0; got eps="):
+            adatom.rms_norm(x, w, eps=eps)
     with pytest.raises(TypeError, match="tensors"):
         adatom.layer_norm(x, 2.0)
     with pytest.raises(ValueError, match="one device"):

@@ -317,6 +317,10 @@ def test_explain_prints_every_row_and_computes_nothing():
     )
     with pytest.raises(ValueError, match="no op 'convolution'; there are: attention"):
         adatom.explain("convolution", q)
+    with pytest.raises(ValueError, match="no backend 'cudnn' for attention; there are: one_tile, .*, reference"):
+        adatom.explain("attention", q, q, q, backend="cudnn")
+    packed, ends = q[0, 0, :6].reshape(6, 1, 64), torch.tensor([0, 6], device="meta")
+    assert adatom.explain("attention_varlen", packed, packed, packed, ends, ends)
 
 
 def test_order_is_priority(monkeypatch):

@@ -254,6 +254,8 @@ def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     """q, k, v as autocast gives them to scaled_dot_product_attention: floats but float64 take its dtype."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         require(False, "tensors q, k and v", TypeError, q=q, k=k, v=v)
+    if any(x.layout != torch.strided or x.is_nested for x in (q, k, v)):
+        require(False, "dense tensors, not sparse or nested ones (lengths that differ: attention_varlen)", TypeError)
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
@@ -314,7 +316,7 @@ def _checked(
             require(False, "kv_lens as a tensor of int32 or int64", TypeError, kv_lens=kv_lens)
         if kv_lens.shape != (batch,) or kv_lens.device != q.device:
             require(False, f"kv_lens of shape ({batch},) on q's device", q=q, kv_lens=kv_lens)
-        if kv_lens.device.type == "cpu" and not torch.compiler.is_compiling() and kv_lens.numel():
+        if _readable(kv_lens) and kv_lens.numel():
             low, high = int(kv_lens.min()), int(kv_lens.max())
             if low < 0 or high > seqlen_k:
                 require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
@@ -358,13 +360,18 @@ def _checked_varlen(
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
             )
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+        if _readable(cu):
             if int(cu[0]) != 0 or int(cu[-1]) != tokens or bool((cu.diff() < 0).any()):
                 require(
                     False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()}
                 )
     o = _options(head_dim, causal, window, softcap, scale, precision)
     return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Whether the host may look at the numbers in x: on a CPU, neither traced nor one of many under vmap."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch._C._functorch.is_batchedtensor(x)
 
 
 def _check_common(
@@ -388,7 +395,7 @@ def _check_common(
     if not (q.device == k.device == v.device):
         require(False, "q, k, v on one device", q=q, k=k, v=v)
     if sinks is not None:
-        if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point():
+        if not isinstance(sinks, torch.Tensor) or sinks.dtype not in _FLOATS:
             require(False, "sinks as a tensor of a float dtype", TypeError, sinks=sinks)
         if sinks.shape != (heads,) or sinks.device != q.device:
             require(False, f"sinks of shape ({heads},) on q's device", q=q, sinks=sinks)
@@ -397,8 +404,8 @@ def _check_common(
 def _checked_bias(
     bias: torch.Tensor, scores: tuple[int, int, int, int], q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
-    if not isinstance(bias, torch.Tensor) or not (bias.dtype == torch.bool or bias.is_floating_point()):
-        require(False, "bias as a tensor of a float dtype, or bool (True = attend)", TypeError, bias=bias)
+    if not isinstance(bias, torch.Tensor) or bias.dtype not in (torch.bool, *_FLOATS) or bias.layout != torch.strided:
+        require(False, "bias as a dense tensor of a float dtype, or bool (True = attend)", TypeError, bias=bias)
     if (bias.dtype == torch.float64) != (q.dtype == torch.float64) and bias.dtype != torch.bool:
         require(False, "a float64 bias with float64 inputs, and only with them", TypeError, q=q, bias=bias)
     if bias.device != q.device:
@@ -422,7 +429,7 @@ def _options(
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             require(False, "window as a pair (left, right)", TypeError, window=window)
-        left, right = (-1 if w is None else w for w in window)
+        left, right = (-1 if w is None else int(w) if isinstance(w, bool) else w for w in window)
         if not (isinstance(left, (int, torch.SymInt)) and isinstance(right, (int, torch.SymInt))):
             require(False, "window of integers or None", TypeError, window=window)
         if left < -1 or right < -1:
@@ -430,7 +437,7 @@ def _options(
         left, right = (min(w, 2**30) if isinstance(w, int) else w for w in (left, right))  # kernels add to 32 bits
     if softcap is None:
         softcap = 0.0
-    elif not softcap >= 0 or math.isinf(softcap):
+    elif not 0 <= softcap < math.inf:
         require(False, "a finite softcap > 0 (or None)", softcap=softcap)
     if precision is None:
         precision = "tf32x3"
@@ -438,7 +445,7 @@ def _options(
         require(False, f"precision to be one of {PRECISIONS}", precision=precision)
     if scale is None:
         scale = head_dim**-0.5
-    elif not math.isfinite(scale):
+    elif not -math.inf < scale < math.inf:
         require(False, "a finite scale", scale=scale)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 

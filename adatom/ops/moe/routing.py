@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def load_balancing_loss(
     if scoring == "sigmoid":
         probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + _NONE)
     experts = router_logits.shape[-1]
-    tokens = probabilities.new_full((), lead.numel())
+    tokens = probabilities.new_full((), math.prod(lead))
     if mask is not None:
         fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == lead
         require(fits, "a bool mask (...) of router_logits (..., experts)", router_logits=router_logits, mask=mask)
@@ -142,7 +143,8 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 def _within_groups(choice: Tensor, groups: tuple[int, ...], top_k: int) -> Tensor:
     """-inf for the experts of all but the chosen groups."""
     experts = choice.shape[-1]
-    n, kept, best = (*groups, 2) if len(groups) == 2 else groups if len(groups) == 3 else (0, 0, 0)
+    numbers = isinstance(groups, (tuple, list)) and all(isinstance(g, int) for g in groups) and len(groups) in (2, 3)
+    n, kept, best = (*groups, 2)[:3] if numbers else (0, 0, 0)
     if n < 1 or experts % n or not 1 <= kept <= n or best < 1:
         require(
             False, "groups (n, kept) or (n, kept, best): n a divisor of experts, kept from 1 to n, best from 1",

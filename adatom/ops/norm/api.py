@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
     if plan is not None:
         y, h = plan(x, residual, weight, bias)
         return y if residual is None else (y, h)
-    given = _checked(x, residual, weight, bias)
+    given = _checked(x, residual, weight, bias, eps)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         y, h, *_ = reference.forward(*given, eps, centred)
     else:
@@ -92,7 +93,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
     return y if residual is None else (y, h)
 
 
-def _planned(given: tuple[Any, ...], eps: float, centred: bool, backend: str | None) -> Plan | None:
+def _planned(given: tuple[Any, Any, Any, Any], eps: float, centred: bool, backend: str | None) -> Plan | None:
     """The plan of a call; None for those that are traced, transformed or cast, and for tensors not on a GPU."""
     if (
         torch.compiler.is_compiling()
@@ -113,11 +114,13 @@ def _planned(given: tuple[Any, ...], eps: float, centred: bool, backend: str | N
     if plan is None:
         if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
             _plans.clear()
-        plan = _plans[key] = Plan(_checked(*given), eps, centred, backend)
+        plan = _plans[key] = Plan(_checked(*given, eps), eps, centred, backend)
     return plan
 
 
-def _checked(x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+def _checked(
+    x: Any, residual: Any, weight: Any, bias: Any, eps: float = 0.0
+) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
     """x, residual, weight and bias as autocast would give them to PyTorch's norms, checked."""
     given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     if not isinstance(x, Tensor) or not all(isinstance(t, Tensor) or t is None for t in (residual, weight, bias)):
@@ -136,4 +139,6 @@ def _checked(x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Tensor, Ten
         require(False, "x (..., length), weight and bias (length,)", **given)
     if residual is not None and residual.shape != x.shape:
         require(False, "a residual of x's shape", **given)
+    if not 0 <= eps < math.inf:
+        require(False, "a finite eps >= 0", eps=eps)
     return x, residual, weight, bias
