@@ -17,7 +17,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from torch.nn.attention import SDPBackend
 
 from adatom import __version__
@@ -28,6 +27,7 @@ from adatom.ops.attention.api import inputs_of, problem_of
 from adatom.ops.attention.cases import BF16, F32, Case
 from adatom.ops.attention.op import Attention
 from adatom.registry import PASSES, verdicts
+from adatom.verify import by_reason
 
 ORDERS = {
     "attention_fwd": "forward",
@@ -319,19 +319,19 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("rivals", rivals), ("SDPA has", sdpa)]
 
 
-def _kernels(report: dict[str, Any]) -> Table:
-    table = Table(title=f"which kernel runs on {report['device']}", title_justify="left")
-    for name in ("problem", "passes", "runs", "faster, but not here"):
-        table.add_column(name)
+def _kernels(report: dict[str, Any]) -> str:
+    """Which kernel runs each typical problem, pass by pass, and below it why faster ones do not."""
     merged: dict[tuple[str, str, str], list[str]] = {}  # passes with the same answer share a line
     for row in report["typical"]:
-        faster = "\n".join(f"{f['backend']}: {f['unfit']}" for f in row["faster"])
+        faster = "".join("\n      not " + line for line in by_reason((f["backend"], f["unfit"]) for f in row["faster"]))
         merged.setdefault((row["problem"], row["runs"], faster), []).append(row["pass"])
-    before = None
+    lines, before = [f"[bold]which kernel runs on {report['device']}[/]"], None
     for (problem, runs, faster), orders in merged.items():
-        table.add_row("" if problem == before else problem, "\n".join(orders), runs, escape(faster))
+        if problem != before:
+            lines.append(f"  {escape(problem)}")
+        lines.append(f"    {', '.join(orders)}: [bold]{runs}[/][dim]{escape(faster)}[/]")
         before = problem
-    return table
+    return "\n".join(lines)
 
 
 def command(
@@ -347,7 +347,7 @@ def command(
         raise typer.Exit(1 if broken else 0)
     for name, text in summary(report):
         console.print(f"[bold]{name:>9}[/]  {escape(text)}", highlight=False, soft_wrap=True)
-    console.print(_kernels(report))
+    console.print(_kernels(report), highlight=False, soft_wrap=True)
     marks = {"ok": "[green]ok    [/]", "note": "[yellow]note  [/]", "broken": "[red]broken[/]"}
     for check in report["checks"]:
         console.print(

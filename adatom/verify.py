@@ -379,8 +379,8 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
-def table(results: Sequence[Result], rows: Sequence[Row], unfit: dict[Row, str]) -> Table:
-    """One line for each row: cases, the worst ratio of error to allowed error, and where it occurred."""
+def table(results: Sequence[Result], rows: Sequence[Row]) -> Table:
+    """One line for each row that ran: cases, the worst ratio of error to allowed error, and where it occurred."""
     out = Table("pass", "backend", "cases", "worst", "where", "verdict", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         mine = [r for r in results if (r.op, r.backend) == (row.op, row.backend)]
@@ -396,9 +396,25 @@ def table(results: Sequence[Result], rows: Sequence[Row], unfit: dict[Row, str])
                 where,
                 verdict,
             )
-        else:
-            out.add_row(row.op, row.backend, "0", "", "[dim]" + escape(unfit.get(row, "fit for no case")), "")
     return out
+
+
+def absent(results: Sequence[Result], unfit: dict[Row, str]) -> list[str]:
+    """The rows that ran on no case, pass by pass, those with the same reason in one line."""
+    ran = {(r.op, r.backend) for r in results}
+    refused: dict[str, list[tuple[str, str]]] = {}
+    for row, why in unfit.items():
+        if (row.op, row.backend) not in ran:
+            refused.setdefault(row.op, []).append((row.backend, why))
+    return [f"{op} not by {line}" for op, pairs in refused.items() for line in by_reason(pairs)]
+
+
+def by_reason(refused: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason, after the names of all that share it: "a, b: why"."""
+    names: dict[str, list[str]] = {}
+    for name, why in refused:
+        names.setdefault(why, []).append(name)
+    return [f"{', '.join(those)}: {why}" for why, those in names.items()]
 
 
 def _badness(result: Result) -> float:
@@ -445,7 +461,7 @@ def proofs(results: Sequence[Result], rows: Sequence[Row]) -> list[evidence.Proo
 def _refusals(rows: Sequence[Row], tasks: Sequence[Task], device: torch.device) -> dict[Row, str]:
     """Why each row does not take the first case of its op."""
     refusals: dict[Row, str] = {}
-    for op in {registry.op_of(row.op) for row in rows}:
+    for op in dict.fromkeys(registry.op_of(row.op) for row in rows):
         first = next(case for case, _ in tasks if case.op == op)
         posed = registry.part(op, "trial").Trial(first, device).problem
         refusals |= {row: row.refuses(posed) or "fit for no case" for row in rows if registry.op_of(row.op) == op}
@@ -548,7 +564,9 @@ def command(
                     progress.console.print(escape(line), style="red", highlight=False, soft_wrap=True)
 
         results = judge_all(todo, where, processes, done)
-    console.print(table(results, rows, _refusals(rows, todo, where)))
+    console.print(table(results, rows))
+    for line in absent(results, _refusals(rows, todo, where)):
+        console.print(escape(line), style="dim", highlight=False, soft_wrap=True)
     console.print("worst: error / allowed error, which PyTorch's own error in the same precision sets")
     if record is not None:
         evidence.write(record, machine(where), [*kept, *proofs(results, rows)])

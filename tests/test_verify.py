@@ -147,7 +147,7 @@ def test_flops_of_a_window_count_the_visible_pairs(window, causal):
 # The yardstick
 
 
-def testround_tf32_keeps_ten_bits():
+def test_round_tf32_keeps_ten_bits():
     x = torch.randn(1000)
     rounded = round_tf32(x)
     assert torch.equal(rounded.view(torch.int32) & 0x1FFF, torch.zeros(1000, dtype=torch.int32))
@@ -242,6 +242,19 @@ def test_command_fails_when_a_row_does(monkeypatch):
     assert done.exit_code == 1
     assert "late, yours: out L2 error" in done.output and "1 FAILED" in done.output
     assert invoke("attention_fwd", "--shape", "1,2,9,8", "--backend", "reference").exit_code == 0
+
+
+def test_command_names_the_rows_that_ran_on_no_case():
+    """With one line for each reason, in the order of the passes."""
+    unfit = {row: "no" if "hopper" in row.backend else "never" for row in verify.rows_of("moe")[:-1]}
+    ran = [verify.Result("moe_fwd", "triton", "case", "out", 0.1, "")]
+    lines = verify.absent(ran, unfit)
+    assert lines[0] == "moe_fwd not by hopper, hopper_one, hopper_any: no"
+    assert lines[1:] == [
+        "moe_fwd not by torch, reference: never",
+        "moe_bwd not by hopper, hopper_any: no",
+        "moe_bwd not by triton, torch: never",
+    ]
 
 
 def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):

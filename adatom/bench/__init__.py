@@ -25,6 +25,7 @@ from adatom.bench.rivals import every, installed, select
 from adatom.bench.timing import Clock, interleave, peak_bytes, slowed
 from adatom.device import facts
 from adatom.registry import PASSES, rows
+from adatom.verify import by_reason
 
 __all__ = ["command", "interleave", "peak_bytes", "plot", "tables"]
 
@@ -83,10 +84,9 @@ def command(
     if tune:
         _tune(console, keys, where, budget, record)
         return
-    for rival in every():
-        version, why = installed(rival)
-        if version is None and rival.name in chosen:
-            console.print(f"[dim]{rival.name}: {why}[/]")
+    missing = ((rival.name, installed(rival)[1]) for rival in every() if rival.name in chosen)
+    for line in by_reason(pair for pair in missing if pair[1]):
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
     began = time.monotonic()
     by_name = rivals not in ("all", "none")
     old = json.loads(record.read_text()) if record is not None and record.exists() else None
