@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import lru_cache
 from typing import Any
 
@@ -71,6 +72,39 @@ def _addmm(case: Case, given: dict[str, Any]) -> Call:
     return lambda x, weight, bias: torch._addmm_activation(bias, x, weight.t(), use_gelu=gelu)
 
 
+def _quack(case: Case, given: dict[str, Any]) -> Call:
+    """Products with the activation in their epilogue; alone, it differentiates only those without one."""
+    quack = importlib.import_module("quack.linear")
+    if case.gated:
+        gates = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
+        if case.activation not in gates or case.apart:
+            raise Unfit("silu, gelu_tanh or relu, and one weight for both products")
+        gate = gates[case.activation]
+        return lambda x, weight: quack.linear_gated_func(x, weight, gate, store_preact=False, concat_layout=True)[1]
+    if case.activation in (None, "none"):
+        return quack.linear_func
+    names = {"silu": "silu", "relu": "relu", "gelu_tanh": "gelu_tanh_approx"}
+    if case.activation not in names:
+        raise Unfit(f"takes {', '.join(names)}")
+    name = names[case.activation]
+    return lambda x, weight, bias=None: quack.linear_act_func(x, weight, name, bias, store_preact=False)[1]
+
+
+def _liger(case: Case, given: dict[str, Any]) -> Call:
+    """The gate alone is its kernel; the products are PyTorch's."""
+    gates = {"silu": ("swiglu", "LigerSiLUMulFunction"), "gelu_tanh": ("geglu", "LigerGELUMulFunction")}
+    if not case.gated or case.activation not in gates:
+        raise Unfit("gates of silu and gelu_tanh")
+    module, name = gates[case.activation]
+    gate = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+
+    def call(x: Tensor, w_gate: Tensor, w_up: Tensor | None = None) -> Tensor:
+        both = F.linear(x, w_gate).chunk(2, -1) if w_up is None else (F.linear(x, w_gate), F.linear(x, w_up))
+        return gate.apply(*both)
+
+    return call
+
+
 def _always(case: Case, group: str) -> bool:
     return True
 
@@ -84,4 +118,6 @@ RIVALS: tuple[Rival, ...] = (
     Rival("eager", (), _torch(False), _always),
     Rival("torch_compile", (), _torch(True), _always),
     Rival("addmm_activation", (), _addmm, _has_epilogue),
+    Rival("quack", ("quack-kernels",), _quack, _always),
+    Rival("liger", ("liger-kernel",), _liger, lambda case, group: case.gated),
 )

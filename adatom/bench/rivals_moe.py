@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import lru_cache
 from typing import Any
 
@@ -51,10 +52,15 @@ def _compiled() -> Any:
     return torch.compile(_grouped, dynamic=False)
 
 
+def _refuse(case: Case) -> None:
+    """What none of the others takes."""
+    if case.activation != "silu" or case.routing in ("dropped", "none") or len(case.lead) != 1:
+        raise Unfit("silu, a matrix of tokens, and no pair dropped")
+
+
 def _torch(how: str) -> Bind:
     def bind(case: Case, given: dict[str, Any]) -> Call:
-        if case.activation != "silu" or case.routing in ("dropped", "none") or len(case.lead) != 1:
-            raise Unfit("silu, a matrix of tokens, and no pair dropped")
+        _refuse(case)
         if how == "loop":
             return _loop
         if case.dtype != torch.bfloat16:
@@ -67,6 +73,32 @@ def _torch(how: str) -> Bind:
     return bind
 
 
+def _sonic(case: Case, given: dict[str, Any]) -> Call:
+    """SonicMoE, from ready weights and indices; it reads the experts as they lie, the gate's rows first."""
+    _refuse(case)
+    routed = importlib.import_module("sonicmoe.functional").moe_general_routing_inputs
+    swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+
+    def call(x: Tensor, weights: Tensor, indices: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+        token = torch.arange(len(x), device=x.device, dtype=torch.int32).repeat_interleave(indices.shape[1])
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        experts = w_gate_up.permute(1, 2, 0), None, w_down.permute(1, 2, 0), None, len(w_down)
+        pairs = weights.reshape(-1), token, indices.reshape(-1).int()
+        return routed(x, *pairs, *experts, stream, swiglu, not torch.is_grad_enabled(), concat_layout=True)[0]
+
+    return call
+
+
+def _liger(case: Case, given: dict[str, Any]) -> Call:
+    _refuse(case)
+    layer = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+
+    def call(x: Tensor, weights: Tensor, indices: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+        return layer.apply(x, w_gate_up, w_down, indices.int(), weights)
+
+    return call
+
+
 def _always(case: Case, group: str) -> bool:
     return True
 
@@ -75,4 +107,6 @@ RIVALS: tuple[Rival, ...] = (
     Rival("eager", (), _torch("loop"), _always),
     Rival("grouped_mm", (), _torch("grouped"), _always),
     Rival("grouped_mm_compiled", (), _torch("compiled"), _always),
+    Rival("sonicmoe", ("sonic-moe",), _sonic, _always),
+    Rival("liger", ("liger-kernel",), _liger, _always),
 )
