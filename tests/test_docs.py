@@ -12,6 +12,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.append(ROOT / "examples" / "potential" / "README.md")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -44,7 +45,7 @@ def test_there_are_blocks():
     assert len(list(blocks())) >= 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page):
     text = FENCE.sub("", page.read_text())
     headings = {
@@ -57,15 +58,33 @@ def test_links(page):
             assert (page.parent / target.split("#")[0]).exists(), target
 
 
-def test_commands_in_the_readme_exist():
+def commands():
+    """The lines of shell blocks that call a tool of this repository: page, its words."""
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text()):
+            for line in match.group(2).splitlines() if match.group(1) == "sh" else ():
+                if words := re.findall(r"\S+", line.split("#")[0]):
+                    yield page, words
+
+
+def test_commands_in_the_pages_exist():
+    """With the options that they are given."""
     from typer.testing import CliRunner
 
     from adatom.cli import app
 
-    named = set(re.findall(r"^adatom (\w+)", (ROOT / "README.md").read_text(), re.M))
+    named = set()
+    for page, (program, *words) in commands():
+        if program == "adatom":
+            named.add(words[0])
+            done = CliRunner().invoke(app, [words[0], "--help"], env={"COLUMNS": "400"})
+            assert done.exit_code == 0
+            assert [word for word in words if word.startswith("-") and word not in done.output] == [], page
+        elif program == "python":
+            assert (page.parent / words[0]).is_file(), page
+        else:
+            assert program == "make" and f"\n{words[0]}:" in (ROOT / "Makefile").read_text(), page
     assert named >= {"doctor", "demo", "verify", "bench", "compile"}
-    for name in named:
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
 
 
 def test_the_readme_shows_the_recorded_results():

@@ -236,6 +236,17 @@ def test_vmap_over_lengths():
     torch.testing.assert_close(got, torch.stack([adatom.attention(q, q, q, kv_lens=n) for n in lens]))
 
 
+def test_tangents_of_many_directions():
+    """vmap over jvp: the columns of a Jacobian at once."""
+    q, k = torch.randn(1, 2, 5, 8, dtype=F64), torch.randn(1, 2, 7, 8, dtype=F64)
+    directions = torch.randn(3, *q.shape, dtype=F64)
+
+    def f(attention):
+        return torch.vmap(lambda t: torch.func.jvp(lambda q: attention(q, k, k), (q,), (t,))[1])(directions)
+
+    torch.testing.assert_close(f(adatom.attention), f(plain))
+
+
 def test_gradients_of_each_sample():
     x = torch.randn(3, 1, 2, 5, 8, dtype=F64)
 
