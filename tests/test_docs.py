@@ -58,6 +58,13 @@ def test_links(page):
             assert (page.parent / target.split("#")[0]).exists(), target
 
 
+def test_the_design_names_every_file():
+    tree = (ROOT / "docs" / "design.md").read_text().split("```")[1]
+    folders = ("", "ops/attention", "tiles", "potential", "compat", "integrations")
+    files = {path.name for folder in folders for path in (ROOT / "adatom" / folder).glob("[!_]*.py")}
+    assert files == set(re.findall(r"\b[a-z]\w*\.py\b", tree))
+
+
 def commands():
     """The lines of shell blocks that call a tool of this repository: page, its words."""
     for page in PAGES:
