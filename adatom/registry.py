@@ -114,10 +114,10 @@ ROWS: tuple[Row, ...] = (
     Row("moe_bwd", "torch", "moe.torch_moe:backward", moe.torch_moe),
     Row("moe_bwd", "reference", "moe.reference:backward", moe.reference),
     Row("norm_fwd", "triton", "norm.triton_fwd:forward", norm.triton),
-    Row("norm_fwd", "torch", "norm.reference:forward", norm.torch),
+    Row("norm_fwd", "torch", "norm.torch_norm:forward", norm.torch),
     Row("norm_fwd", "reference", "norm.reference:forward", norm.reference),
     Row("norm_bwd", "triton", "norm.triton_bwd:backward", norm.triton),
-    Row("norm_bwd", "torch", "norm.reference:backward", norm.torch),
+    Row("norm_bwd", "torch", "norm.torch_norm:backward", norm.torch),
     Row("norm_bwd", "reference", "norm.reference:backward", norm.reference),
 )
 

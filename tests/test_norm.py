@@ -434,9 +434,29 @@ def test_bench_groups_hold_the_shapes_to_beat():
     assert api.problem_of(**cases.make(case._replace(lead=(2,)), "cpu"))[0].length == 1024
 
 
+def test_a_cpu_takes_few_passes(monkeypatch):
+    """float32 runs in PyTorch's kernels or in place; the reference, which keeps every step, is for other dtypes."""
+
+    def unwanted(*_):
+        raise AssertionError("the reference")
+
+    x, r, w, b = (t.requires_grad_() for t in (*torch.randn(2, 3, 5, 8), *torch.randn(2, 8)))
+    want = F.layer_norm(x + r, (8,), w, b)
+    monkeypatch.setattr(reference, "forward", unwanted)
+    monkeypatch.setattr(reference, "backward", unwanted)
+    torch.testing.assert_close(adatom.rms_norm(x, w), F.rms_norm(x, (8,), w, 1e-6))
+    got, h = adatom.layer_norm(x, w, b, residual=r)
+    torch.testing.assert_close(got, want)
+    expanded = torch.ones(()).expand(3, 5, 8)
+    grads = [torch.autograd.grad((y, s), (x, r, w, b), (expanded, expanded)) for y, s in ((got, h), (want, x + r))]
+    torch.testing.assert_close(*grads)
+    with pytest.raises(AssertionError, match="the reference"):
+        adatom.rms_norm(x.bfloat16())
+
+
 def test_the_page_names_every_file():
     page = (Path(__file__).parents[1] / "docs" / "norm.md").read_text()
-    assert all(name in page for name in ("triton_fwd.py", "triton_bwd.py", "reference.py"))
+    assert all(name in page for name in ("triton_fwd.py", "triton_bwd.py", "torch_norm.py", "reference.py"))
 
 
 def test_the_callers_gradient_is_no_result():
