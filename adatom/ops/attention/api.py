@@ -11,6 +11,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from adatom.check import require
+from adatom.first import together
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -217,7 +218,10 @@ class _Plan:
 
     def __call__(self, q: torch.Tensor, *others: torch.Tensor | None) -> Any:
         """(out, lse)."""
-        return on_device(self.launch, q, Remembered.of((q, *others, None, None), self.memo), self.o)
+        x = Remembered.of((q, *others, None, None), self.memo)
+        if not self.memo:
+            return on_device(together, q, self.launch, x, self.o)
+        return on_device(self.launch, q, x, self.o)
 
 
 _plans: dict[Any, _Plan] = {}

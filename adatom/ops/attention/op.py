@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
+from adatom.first import together
 from adatom.operators import on_device, vmap_rule
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
@@ -82,6 +83,8 @@ def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch
     else:
         launch, memo = ready((op, key, numbers), op, tensors, o, backend, bias_grad)
         x = Remembered.of(tensors, memo)
+        if not memo:
+            return on_device(together, x.q, launch, x, o, *rest)
     return on_device(launch, x.q, x, o, *rest)
 
 
