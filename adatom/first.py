@@ -6,11 +6,14 @@ ptxas, gcc and hashes do not. Whatever goes wrong here is left to Triton, which 
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
-from threading import Thread
+from threading import Lock, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,8 @@ import torch
 
 from adatom.device import interpreting
 from adatom.evidence import on_gpu
+
+_collecting = Lock()
 
 
 def _quietly(work: Callable[[], object]) -> Thread:
@@ -50,19 +55,32 @@ def _prepared() -> list[Thread]:
     return [_quietly(lambda: driver.active), _quietly(triton_key), _quietly(versions)]
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without Python's garbage collector: it would look at all that PyTorch has imported, again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def prepare(load: Callable[[], Any]) -> Any:
     """load(), which imports kernels, beside what they will need."""
     if not torch.cuda.is_initialized():
         return load()
-    try:
-        threads = _prepared()
-    except Exception:
-        return load()
-    try:
-        return load()
-    finally:
-        for thread in threads:
-            thread.join()
+    with _undisturbed():
+        try:
+            threads = _prepared()
+        except Exception:
+            threads = []
+        try:
+            return load()
+        finally:
+            for thread in threads:
+                thread.join()
 
 
 def _with_launcher(compiling: Callable[[], Any]) -> Callable[[], Any]:
@@ -122,19 +140,29 @@ def _mode() -> Any:
         def _collect(self) -> None:
             """Run the pass without its kernels, and compile those it would launch."""
 
-            from adatom.tiles.launch import observed
+            from adatom.tiles import launch
 
-            def take(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], spill: int) -> None:
-                kernel.warmup(*args, grid=(1,), **meta)
+            here = get_ident()
 
-            self.collecting = True
-            try:
-                with observed(take):
-                    self.run()
-            except Exception:
-                pass
-            finally:
-                self.collecting = False
+            def take(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], spill: int) -> Any:
+                if get_ident() == here:
+                    return kernel.warmup(*args, grid=(1,), **meta)
+                # a launch of another thread, which is meant
+                programs = sys._getframe(1).f_locals["programs"]
+                with _collecting:
+                    pass
+                options = {name: value for name, value in meta.items() if name != "enable_fp_fusion"}
+                return launch.launch(kernel, programs, args, options, spill)
+
+            with _collecting:
+                self.collecting = True
+                try:
+                    with launch.observed(take):
+                        self.run()
+                except Exception:
+                    pass
+                finally:
+                    self.collecting = False
 
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
@@ -152,5 +180,5 @@ def together(launch: Callable[..., Any], *args: Any) -> Any:
 
     if active_mode.get() is not None:
         return launch(*args)
-    with _mode()(lambda: launch(*args)):
+    with _undisturbed(), _mode()(lambda: launch(*args)):
         return launch(*args)
