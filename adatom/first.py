@@ -145,14 +145,14 @@ def _mode() -> Any:
             here = get_ident()
 
             def take(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], spill: int) -> Any:
-                if get_ident() == here:
-                    return kernel.warmup(*args, grid=(1,), **meta)
+                fusion = meta.pop("enable_fp_fusion")
+                if get_ident() == here:  # Triton knows a kernel by the order of its options too
+                    return kernel.warmup(*args, grid=(1,), enable_fp_fusion=fusion, **meta)
                 # a launch of another thread, which is meant
                 programs = sys._getframe(1).f_locals["programs"]
                 with _collecting:
                     pass
-                options = {name: value for name, value in meta.items() if name != "enable_fp_fusion"}
-                return launch.launch(kernel, programs, args, options, spill)
+                return launch.launch(kernel, programs, args, meta, spill)
 
             with _collecting:
                 self.collecting = True
