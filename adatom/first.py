@@ -1,7 +1,7 @@
-"""The first call of a configuration, when Triton has its kernels to make: what can be made side by side, is.
+"""The first call of a configuration, for which Triton has kernels to make: what can be made side by side, is.
 
 Triton makes one thing after the other while all processors but one are idle. Its front end holds Python's lock; LLVM,
-ptxas, gcc and hashes do not. Whatever goes wrong here is left to Triton, which then does it in its own order.
+ptxas, gcc and hashes do not. Whatever goes wrong in a thread is left to Triton, which does it again in its own order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from threading import Lock, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,18 @@ from adatom.device import interpreting
 from adatom.evidence import on_gpu
 
 _collecting = Lock()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without Python's garbage collector, which would look at all that PyTorch has imported again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _quietly(work: Callable[[], object]) -> Thread:
@@ -41,34 +53,15 @@ def _quietly(work: Callable[[], object]) -> Thread:
 
 @cache
 def _prepared() -> list[Thread]:
-    """What Triton keeps for its first kernel: its module of C for the GPU's driver, and hashes of itself."""
+    """What Triton needs before its first kernel: a C module for the GPU's driver, and a hash of itself."""
     from triton.runtime import driver
     from triton.runtime.cache import triton_key
 
-    def versions() -> None:
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler.compiler import make_backend
-
-        make_backend(GPUTarget("cuda", 10 * major + minor, 32)).hash()
-
-    major, minor = torch.cuda.get_device_capability()
-    return [_quietly(lambda: driver.active), _quietly(triton_key), _quietly(versions)]
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Without Python's garbage collector: it would look at all that PyTorch has imported, again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+    return [_quietly(lambda: driver.active), _quietly(triton_key)]
 
 
 def prepare(load: Callable[[], Any]) -> Any:
-    """load(), which imports kernels, beside what they will need."""
+    """load(), which imports kernels, beside what Triton needs for them."""
     if not torch.cuda.is_initialized():
         return load()
     with _undisturbed():
@@ -83,16 +76,19 @@ def prepare(load: Callable[[], Any]) -> Any:
                 thread.join()
 
 
-def _with_launcher(compiling: Callable[[], Any]) -> Callable[[], Any]:
-    """`compiling`, with the C function that launches its kernel made beside it: Triton 3.6 has one for each kernel."""
+def _foresee_launcher(compiling: Callable[[], Any]) -> None:
+    """Make the C function that launches the kernel of `compiling`, of which Triton 3.6 has one for each signature.
+
+    It depends on what compiling finds out, too, which is foreseen here. Triton will find it in its cache.
+    """
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    src = inspect.getclosurevars(compiling).nonlocals.get("src")
-    if src is None or not hasattr(nvidia, "make_launcher"):
-        return compiling
-    descriptors = [t for t in src.signature.values() if isinstance(t, str) and t.startswith("tensordesc")]
-    expected = SimpleNamespace(
+    if not hasattr(nvidia, "make_launcher"):
+        return
+    src = inspect.getclosurevars(compiling).nonlocals["src"]
+    descriptors = [kind for kind in src.signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]
+    foreseen = SimpleNamespace(
         tensordesc_meta=[{}] * len(descriptors),
         global_scratch_size=0,
         global_scratch_align=1,
@@ -101,23 +97,25 @@ def _with_launcher(compiling: Callable[[], Any]) -> Callable[[], Any]:
         launch_cooperative_grid=False,
         launch_pdl=False,
     )
+    driver.active.launcher_cls(src, foreseen)
 
-    def both() -> Any:
-        launcher = _quietly(lambda: driver.active.launcher_cls(src, expected))
-        try:
-            return compiling()
-        finally:
-            launcher.join()
 
-    return both
+def _with_launcher(compiling: Callable[[], Any]) -> Any:
+    """compiling(), beside making what launches its kernel."""
+    launcher = _quietly(lambda: _foresee_launcher(compiling))
+    try:
+        return compiling()
+    finally:
+        launcher.join()
 
 
 @cache
 def _mode() -> Any:
     from triton import AsyncCompileMode
+    from triton.runtime._async_compile import active_mode
 
     class Together(AsyncCompileMode):
-        """While active, the first kernel that is not there has all of the pass compiled in threads."""
+        """While active in a thread, the first kernel it misses has all that `run` launches compiled side by side."""
 
         def __init__(self, run: Callable[[], object]) -> None:
             super().__init__(None, ignore_errors=True)
@@ -125,12 +123,11 @@ def _mode() -> Any:
             self.run, self.collecting = run, False
 
         def submit(self, key: Any, compiling: Callable[[], Any], *rest: Any) -> Any:
+            """What Triton asks for a kernel that this process has not: the kernel, or None for it to launch nothing."""
             first = self.executor is None
-            if first:
+            if self.executor is None:
                 self.executor = ThreadPoolExecutor()
-            if key not in self.future_kernels:
-                compiling = _with_launcher(compiling)
-            future = super().submit(key, compiling, *rest)
+            future = super().submit(key, partial(_with_launcher, compiling), *rest)
             if self.collecting:
                 return None
             if first:
@@ -138,18 +135,16 @@ def _mode() -> Any:
             return future.result()
 
         def _collect(self) -> None:
-            """Run the pass without its kernels, and compile those it would launch."""
-
+            """Run the pass once more, without its kernels, and start to compile those that it would launch."""
             from adatom.tiles import launch
 
             here = get_ident()
 
             def take(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], spill: int) -> Any:
                 fusion = meta.pop("enable_fp_fusion")
-                if get_ident() == here:  # Triton knows a kernel by the order of its options too
+                if get_ident() == here:  # Triton tells kernels apart by the order of options too
                     return kernel.warmup(*args, grid=(1,), enable_fp_fusion=fusion, **meta)
-                # a launch of another thread, which is meant
-                programs = sys._getframe(1).f_locals["programs"]
+                programs = sys._getframe(1).f_locals["programs"]  # another thread's launch, which is meant
                 with _collecting:
                     pass
                 return launch.launch(kernel, programs, args, meta, spill)
@@ -165,15 +160,18 @@ def _mode() -> Any:
                     self.collecting = False
 
         def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            if self.executor is not None:
-                self.executor.shutdown()
+            try:
+                super().__exit__(*error)
+            finally:
+                active_mode.set(None)
+                if self.executor is not None:
+                    self.executor.shutdown()
 
     return Together
 
 
 def together(launch: Callable[..., Any], *args: Any) -> Any:
-    """launch(*args); the kernels that it launches and that are not compiled yet are compiled side by side."""
+    """launch(*args), where the kernels that it launches and that are not there yet are compiled side by side."""
     if interpreting() or not on_gpu(launch.__module__):
         return launch(*args)
     from triton.runtime._async_compile import active_mode

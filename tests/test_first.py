@@ -78,7 +78,7 @@ def compiler(monkeypatch):
 
     monkeypatch.setattr("triton.compiler.compile", compile_)
     monkeypatch.setattr(first, "on_gpu", lambda target: True)
-    monkeypatch.setattr(first, "_with_launcher", lambda compiling: compiling)
+    monkeypatch.setattr(first, "_foresee_launcher", lambda compiling: None)
     for kernel in (_one, _two, _wrong):
         kernel.device_caches.clear()
     with offline(90):
@@ -180,6 +180,37 @@ def test_a_mode_of_the_callers_is_left_alone(compiler):
         assert len(mode.future_kernels) == 1
 
 
+@triton.jit
+def _boxed(D, X, N: tl.constexpr):
+    tl.store(X + tl.arange(0, N), D.load([0, 0]).reshape(N) + 1)
+
+
+def test_launchers_are_foreseen(monkeypatch):
+    """What is made beside a kernel is what Triton makes after it."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not hasattr(nvidia, "make_launcher"):
+        pytest.skip("one launcher serves all kernels")
+    made, x = [], torch.zeros(16, 64)
+
+    def launcher(src, metadata):
+        made.append(nvidia.make_launcher(src.constants, dict(src.signature), metadata.tensordesc_meta))
+        return lambda *args: None
+
+    def run(box):
+        launch(_boxed, 3, (box, x), {"N": 1024, "num_warps": 4})
+
+    monkeypatch.setattr(first, "on_gpu", lambda target: True)
+    monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: 1 << 18)
+    with offline(90):
+        driver.active.launcher_cls = launcher
+        driver.active.utils = SimpleNamespace(load_binary=lambda *args: (1, 2, 0, 0, 1024))
+        first.together(run, TensorDescriptor(x, [16, 64], [64, 1], [16, 64]))
+    assert len(made) == 2 and made[0] == made[1] and "CUtensorMap" in made[0]
+
+
 def test_rows_without_kernels_are_just_called():
     assert first.together(lambda *args: args, 1, 2) == (1, 2)
 
@@ -191,7 +222,7 @@ def test_preparing_leaves_the_collector_as_it_was(monkeypatch, enabled):
         return 5
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(first, "_prepared", lambda: [])
+    monkeypatch.setattr(first, "_prepared", list)
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
