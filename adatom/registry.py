@@ -15,11 +15,11 @@ from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 from adatom.evidence import on_gpu
-from adatom.first import prepare
 from adatom.ops.attention import limits as attention
 from adatom.ops.linear import limits as linear
 from adatom.ops.moe import limits as moe
 from adatom.ops.norm import limits as norm
+from adatom.tiles.first import prepare
 
 log = logging.getLogger("adatom")
 if os.environ.get("ADATOM_LOG"):

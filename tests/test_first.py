@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from adatom import first  # noqa: E402
 from adatom.device import interpreting  # noqa: E402
+from adatom.tiles import first  # noqa: E402
 
 if interpreting():
     pytest.skip("nothing is compiled", allow_module_level=True)

@@ -11,7 +11,6 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from adatom.check import require
-from adatom.first import together
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -23,6 +22,7 @@ from adatom.ops.attention.op import (
 )
 from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
 from adatom.signature import signature, watched
+from adatom.tiles.first import together
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

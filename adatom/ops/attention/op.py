@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from adatom.first import together
 from adatom.operators import on_device, vmap_rule
 from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
 from adatom.registry import choose, load
 from adatom.signature import signature, watched
+from adatom.tiles.first import together
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens, "
