@@ -215,6 +215,26 @@ def test_rows_without_kernels_are_just_called():
     assert first.together(lambda *args: args, 1, 2) == (1, 2)
 
 
+def test_only_the_first_call_of_a_signature_looks(monkeypatch):
+    """Also where the launcher remembers nothing, as PyTorch's do."""
+    import adatom
+    from adatom.ops.attention import api, op
+
+    looked = []
+
+    def together(launch, *args):
+        looked.append(launch)
+        return launch(*args)
+
+    for module in (api, op):
+        monkeypatch.setattr(module, "together", together)
+    q = torch.randn(1, 2, 13, 8, requires_grad=True)
+    for calls in (1, 2):
+        for _ in range(3):
+            adatom.attention(q, q, q, scale=0.1234 * calls).sum().backward()
+        assert len(looked) == 2 * calls  # a forward and a backward
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_preparing_leaves_the_collector_as_it_was(monkeypatch, enabled):
     def work():

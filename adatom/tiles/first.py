@@ -142,8 +142,10 @@ def _mode() -> Any:
 
             def take(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], spill: int) -> Any:
                 fusion = meta.pop("enable_fp_fusion")
-                if get_ident() == here:  # Triton tells kernels apart by the order of options too
-                    return kernel.warmup(*args, grid=(1,), enable_fp_fusion=fusion, **meta)
+                if get_ident() == here:
+                    # the options in the order of a launch, by which Triton tells kernels apart too
+                    kernel.warmup(*args, grid=(1,), enable_fp_fusion=fusion, **meta)
+                    return None
                 programs = sys._getframe(1).f_locals["programs"]  # another thread's launch, which is meant
                 with _collecting:
                     pass

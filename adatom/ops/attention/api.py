@@ -220,6 +220,7 @@ class _Plan:
         """(out, lse)."""
         x = Remembered.of((q, *others, None, None), self.memo)
         if not self.memo:
+            self.memo["called"] = True
             return on_device(together, q, self.launch, x, self.o)
         return on_device(self.launch, q, x, self.o)
 
