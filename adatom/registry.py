@@ -11,13 +11,15 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
+from adatom.evidence import on_gpu
 from adatom.ops.attention import limits as attention
 from adatom.ops.linear import limits as linear
 from adatom.ops.moe import limits as moe
 from adatom.ops.norm import limits as norm
+from adatom.tiles.first import prepare
 
 log = logging.getLogger("adatom")
 if os.environ.get("ADATOM_LOG"):
@@ -169,7 +171,8 @@ def rows(op: str) -> tuple[Row, ...]:
 def load(target: str) -> Callable[..., Any]:
     """The launcher behind `module:function`; its kernel file is imported on first use."""
     module, function = target.split(":")
-    launcher: Callable[..., Any] = getattr(importlib.import_module(f"adatom.ops.{module}"), function)
+    imported = partial(importlib.import_module, f"adatom.ops.{module}")
+    launcher: Callable[..., Any] = getattr(prepare(imported) if on_gpu(target) else imported(), function)
     return launcher
 
 

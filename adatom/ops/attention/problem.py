@@ -32,7 +32,8 @@ class Inputs(NamedTuple):
 
 
 class Remembered(Inputs):
-    """Inputs with a memo: where launchers keep what follows from shapes and options alone, for the next such call."""
+    """Inputs with a memo: where launchers keep what follows from shapes and options alone, for the next such call.
+    Before the first it is empty."""
 
     memo: dict[str, Any]
 
