@@ -17,10 +17,13 @@ import pytest
 import torch
 
 from adatom.device import Device, pretend
+from adatom.ops.attention import limits
 from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.problem import problem
 
 pytest.importorskip("triton.experimental.gluon")
 
+from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
 from adatom.ops.attention import hopper_bwd_bias as bias_pass  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
 from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
@@ -191,6 +194,79 @@ def test_what_a_tile_visits(shape, sharing):
             for m in reversed(range(begin, begin + count)):
                 at = step(*at, begin, count, stride, plan)
                 assert at == (m, hk * sharing + h, first + h * stride + m)
+
+
+# heads, heads of keys, head_dim, in order, options, query heads of a program
+SHARED = [
+    (32, 1, 128, False, {"causal": True}, 4),
+    (32, 4, 128, False, {"causal": True}, 4),
+    (32, 4, 128, True, {"causal": True}, 2),
+    (32, 1, 64, False, {"causal": True}, 2),
+    (12, 2, 128, False, {"causal": True}, 3),
+    (10, 2, 128, False, {"causal": True}, 1),
+    (8, 2, 128, False, {"causal": True}, 4),
+    (8, 8, 64, False, {"causal": True}, 1),
+    (32, 1, 128, False, {}, 32),
+    (32, 1, 128, True, {"window": (500, 0), "causal": True}, 32),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "ordered", "options", "each"), SHARED)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_the_heads_that_share_keys_are_split_under_a_causal_mask(heads, kv_heads, dim, ordered, options, each, varlen):
+    """Each part has its own tiles, and keys that all of its query heads share."""
+    size = (4096,) if varlen else (2, 2048)
+    q, k, v = (torch.empty(*size, n, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads))
+    if varlen:
+        ends = torch.empty(3, dtype=torch.int32, device="meta")
+        options = options | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    else:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=v, **options)
+        plan = backward._launches(x, o, q, q, (q, k, v), False, False, ordered)
+    given = dict(zip(plan.main.kernel.arg_names[18:], plan.main.scalars))
+    sharing = heads // kv_heads
+    assert plan.splits * each == sharing
+    assert given["heads"] // given["kv_heads"] == each
+    assert given["splits"] == plan.splits
+    assert given["n_tiles"] == kv_heads * plan.splits * (34 if varlen else 32)
+    for part in range(given["kv_heads"]):
+        for h in range(part * each, part * each + each):
+            assert h // sharing == part // given["splits"]
+    if plan.splits > 1:
+        assert given["stride_kn"] == (dim * given["kv_heads"] if varlen else dim)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_head_of_keys_fills_the_gpu_if_its_queries_are_split(causal):
+    q, k = (torch.empty(4, n, 4096, 128, dtype=torch.bfloat16, device="meta") for n in (32, 1))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, causal=causal)
+        assert (limits.hopper_bwd(problem(x, o)) is None) == causal
+
+
+@pytest.mark.parametrize("size", [(2, 3, 5, 8), (5, 3, 8)])
+def test_parts_of_dk_and_dv_are_added(size, monkeypatch):
+    """Those of one head lie side by side, whether (batch, heads, length, dim) or (tokens, heads, dim)."""
+    made: list[torch.Tensor] = []
+
+    def main(*tensors):
+        made.extend(t.copy_(torch.randn(t.shape)) for t in tensors[12:14])
+
+    def nothing(*_):
+        pass
+
+    plan = backward.Launches(None, nothing, main, nothing, 0, 1, 64, 1, False, backward.Gradient(), False, 4)
+    monkeypatch.setattr(backward, "_launches", lambda *_: plan)
+    x = torch.zeros(size)
+    lens = {} if len(size) == 4 else dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 5]).int())
+    given, options, _ = inputs_of(q=x, k=x, v=x, **lens)
+    _, *grads, _, _ = backward.backward(given, options, x, x[..., 0], x, None, False)
+    for grad, parts in zip(grads, made, strict=True):
+        assert parts.shape[1] == 12
+        for h in range(3):
+            torch.testing.assert_close(grad[:, h], parts[:, 4 * h : 4 * h + 4].sum(1))
 
 
 @pytest.mark.parametrize("inside", [0, 3])

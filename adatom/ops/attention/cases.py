@@ -303,6 +303,10 @@ GPU: tuple[Case, ...] = (
     Case("long window both 128", 2, 8, 8, 1300, 1500, 128, 128, BF16, window=(512, 100), sinks=True),
     Case("long window to the left", 2, 8, 2, 1200, 1100, 48, 64, BF16, window=(200, None), sinks=True),
     Case("long window, rising scores", 2, 8, 8, 1400, 1400, 64, 64, BF16, window=(700, 100), magnitude=30.0),
+    # so many heads to one of keys that the Hopper backward splits them
+    Case("heads split 128", 2, 16, 1, 1100, 1300, 128, 128, BF16, causal=True, layout="bshd"),
+    Case("heads split 64", 3, 10, 2, 700, 600, 64, 48, F16, causal=True, sinks=True, kv_lens=True),
+    Case("heads split, packed", 4, 8, 1, 900, 900, 128, 128, BF16, varlen=True, causal=True),
     # so many tiles that programs of that forward have several
     Case("counted tiles causal", 5, 8, 8, 2048, 2048, 128, 128, BF16, causal=True),
     Case("counted tiles", 5, 8, 2, 2100, 2048, 128, 128, BF16),

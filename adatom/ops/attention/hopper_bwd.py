@@ -4,10 +4,11 @@
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dsinks = -sum exp(sink - lse) delta
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys,
-from the last to the first. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers
-as left operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over
-all 128 keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta and clears the sum, one behind
-rounds it to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+from the last to the first; under a causal mask of a few of these heads, and what programs find for one head of keys is
+added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left
+operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128
+keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta and clears the sum, one behind rounds
+it to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
 Programs add to dQ in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
 bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py).
@@ -80,10 +81,10 @@ CONFIGS: dict[tuple[int, bool], Config] = {
 }
 
 
-@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "n_tiles"])
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr, DVPtr, Order, Lens, Taken, Turns,
                 stride_kh, stride_kn, stride_vh, stride_vn, stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h,
-                heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles, scale, softcap,
+                heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles, scale, softcap,
                 D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr,
                 VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, EARLY: gl.constexpr,
@@ -100,7 +101,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
     how many blocks of keys are through with it. DKPtr, DVPtr, Order: for packed sequences, which are one batch element
-    here; then n_heads is their number.
+    here; then n_heads is their number. kv_heads: those of dK and dV, `splits` times as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS,
@@ -145,7 +146,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
             bias_empty)
     wait_for_previous(EARLY)
     let_next(EARLY)
-    counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles)
+    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles)
     strides = (stride_kh, stride_kn, stride_vh, stride_vn)
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
@@ -206,12 +207,27 @@ class Launches(NamedTuple):
     ordered: bool  # programs wait for each other
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
+    splits: int  # parts of a head's dK and dV
 
 
 def _inside(call: Call, dim: int, config: Config) -> int:
     """Blocks of queries of a head, if a program can have all of it and sum its dQ in shared memory, else 0."""
     n_m = blocks_of_head(call, config.block_m)
     return n_m if dim == 32 and n_m <= _INSIDE and not call.varlen and call.heads == call.kv_heads else 0
+
+
+def _splits(call: Call, dim: int, ordered: bool) -> int:
+    """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
+    and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper.md)."""
+    if call.right < 0 or call.left >= 0:
+        return 1
+    sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 or ordered else 4
+    return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
+
+
+def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
+    """Where programs write dK or dV: the gradient itself, or the parts of each head's, side by side."""
+    return empty((grad.shape[0], grad.shape[1] * splits, *grad.shape[2:]), grad) if splits > 1 else grad
 
 
 def _launches(
@@ -223,6 +239,9 @@ def _launches(
     left, right, lens = call.left >= 0, call.right >= 0, x.kv_lens is not None
     config = CONFIGS[dim, left or right or lens or call.varlen]
     inside = _inside(call, dim, config)
+    splits = _splits(call, dim, ordered)
+    call.kv_heads *= splits  # from here on each part is a head
+    dk, dv = (_place(grad, splits) for grad in grads[1:])
     ordered = ordered and not inside
     if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
         config = config._replace(tiles="one")
@@ -247,9 +266,9 @@ def _launches(
         group = 1
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
-        *call.strides(grads[1])[1:], *call.strides(grads[2])[1:], stride_bb, stride_bh, stride_bn,
-        call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads, call.kv_heads, n_heads, group, call.len_q,
-        call.len_k, call.left, call.right, n_tiles, call.scale, o.softcap,
+        *call.strides(dk)[1:], *call.strides(dv)[1:], stride_bb, stride_bh, stride_bn,
+        call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads, call.kv_heads, n_heads, group, splits,
+        call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if call.varlen else (dim, dim)  # TMA knows them otherwise
     blocks = {
@@ -281,7 +300,8 @@ def _launches(
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
     sums = 0 if inside else n_blocks * m * dim // 128
-    return Launches(table, before, main, None if inside else behind, lines, n_blocks, m, sums, ordered, dbias, plain)
+    return Launches(table, before, main, None if inside else behind, lines, n_blocks, m, sums, ordered, dbias, plain,
+                    splits)
 
 
 def _backward(
@@ -303,16 +323,20 @@ def _backward(
     if plan.table is not None:
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
+    parts = dk_part, dv_part = _place(dk, plan.splits), _place(dv, plan.splits)
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     plain = empty_like(lse) if plan.plain else None
     plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     plan.main(
-        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk), boxed(dv),
+        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk_part), boxed(dv_part),
         boxed(dq) if total is None else total, tiles, sums,
-        dk, dv, order, x.kv_lens, taken, turns,
+        dk_part, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
     if plan.behind:
         plan.behind(total, dq, x.cu_seqlens_q)
+    if plan.splits > 1:
+        for part, grad in zip(parts, (dk, dv)):
+            torch.sum(part.unflatten(1, (-1, plan.splits)), 2, out=grad)
     if plain is None and (plan.dbias.rows or x.sinks is not None):
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     dbias = tiles

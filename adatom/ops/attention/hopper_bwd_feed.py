@@ -116,7 +116,7 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
     first. Packed tiles are listed in Order.
     """
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
+    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     if PLAN.VARLEN:
         row = Order + (t + 1).to(gl.int64) * HEADER
@@ -161,7 +161,7 @@ def tile_behind(t, n_blocks, PLAN: gl.constexpr):
 @gluon.jit
 def tiles_in_all(Order, counts, PLAN: gl.constexpr):
     """How many tiles there are."""
-    heads, kv_heads, n_heads, group, len_q, len_k, left, right, n_tiles = counts
+    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
     if PLAN.VARLEN:
         return gl.load(Order)
     else:
@@ -178,7 +178,7 @@ def number_of(number_s, WARPS: gl.constexpr):
 def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, bias_counts, PLAN: gl.constexpr):
     """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, and tells them its number.
     ORDERED: so it does with the first, too: only programs that run have tiles."""
-    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s, bias_s, _ = tiles
     repeats, bias_b, bias_h = bias_counts
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -206,7 +206,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
             number_s.store(gl.full([1], t, gl.int32, ONE))
-        load_tile(K, b, hk, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
+        load_tile(K, b, hk // splits, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
             m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
@@ -217,7 +217,8 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
                                   lse_s.index(i))
             if j == 0:
                 for c in gl.static_range(2):
-                    load_tile(V, b, hk, start_k + n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
+                    load_tile(V, b, hk // splits, start_k + n0 + c * HALF, 0, v_full.index(i_kv),
+                              v_s.index(i_kv * 2 + c))
             wait_empty(do_empty, n, STAGES)
             load_tile_and_numbers(DOut, b, h, start_q + m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                   delta_s.index(i))
@@ -243,7 +244,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before."""
-    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
     WIDE: gl.constexpr = min(PLAN.D, 64)

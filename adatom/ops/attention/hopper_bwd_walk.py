@@ -196,7 +196,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     STAGES: gl.constexpr = PLAN.STAGES
     LATE: gl.constexpr = PLAN.LATE
     BIAS: gl.constexpr = PLAN.BIAS
-    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, DBias, Sums, _ = given
     b, hk, n0, len_q, len_k, first, stride = place
     begin, whole_begin, whole_end, blocks = span
@@ -349,7 +349,7 @@ def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.co
 def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap,
              C: gl.constexpr, PLAN: gl.constexpr):
     """Multiplies what the producer loads."""
-    heads, kv_heads, n_heads, group, most_q, most_k, left, right, _ = counts
+    heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
