@@ -64,9 +64,9 @@ class Report(NamedTuple):
     registers: per thread. spill: bytes of register spill stores; spill_allowed: what its configuration allows. shared:
     bytes of shared memory. tensor_cores: tensor-core instructions by kind. tma_loads, tma_stores: bulk tensor copies.
     local_loads, local_stores: instructions that touch thread-local memory. traps: those that stop the kernel. waits:
-    for products of warpgroups. overlap: the fewest exponentials between a wait that leaves a product under way and the
-    next wait; None without such a wait. seconds: time to compile, near 0 if Triton's cache had it. failure: None, or
-    why this specialisation fails.
+    for products of warpgroups. overlap: the fewest exponentials between a wait that leaves a product under way and one
+    that leaves none right after it; None without such waits. seconds: time to compile, near 0 if Triton's cache had it.
+    failure: None, or why this specialisation fails.
     """
 
     arch: str
@@ -212,7 +212,9 @@ def _weightless(arg: Any) -> Any:
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 # what lies between a wait for all products of a warpgroup but the last ones, and the wait for those
-_OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR", re.DOTALL)
+_OVERLAP = re.compile(
+    r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f]((?:(?!WARPGROUP\.DEPBAR).)*)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", re.DOTALL
+)
 _TENSOR_CORE = re.compile(r"(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC\w*MMA)")
 
 

@@ -79,8 +79,8 @@ def either(tensors: Any, numbers: Any) -> Any:
     return lambda a, b: tensors(a, b) if getattr(a, "ndim", 0) and getattr(b, "ndim", 0) else numbers(a, b)
 
 
-def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
-    """The names of device code."""
+def python(pid: int, seed: int, again: list[int], most: int) -> dict[str, Any]:
+    """The names of device code. most: products under way when a consumer passes its turn on."""
     machine, turns = Machine(pid, seed), Turns()
     names = machine.python()
     for name, value in vars(names["gl"]).items():
@@ -99,6 +99,11 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
     language.load = lambda at, mask=True, other=0.0: at.load(mask, other)
     language.atomic_add = lambda at, n, sem: at.add(n)
     language.store = lambda at, value, mask: at.store(value, mask)
+
+    def pass_on(number: int, threads: int) -> None:
+        assert len(machine.pending("products")) <= most, "passes its turn on before its scores have come"
+        turns.come(number, threads, False)
+
     names = {k: v for k, v in names.items() if not isinstance(v, FunctionType) or v.__module__ == __name__}
     names |= {
         "gl": language, "LOG2E": 1 / math.log(2), "LN2": math.log(2), "BLOCK": 64, "TURN": 8, "FULL": 3, "NONE": 0,
@@ -106,7 +111,7 @@ def python(pid: int, seed: int, again: list[int]) -> dict[str, Any]:
         "fence_async_shared": lambda: None, "mbarrier": machine.python()["mbarrier"], "tma": machine.python()["tma"],
         "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
         "named_sync": lambda number, threads: turns.come(number, threads, True),
-        "named_arrive": lambda number, threads: turns.come(number, threads, False), "store_rows": None,
+        "named_arrive": pass_on, "store_rows": None,
         "range": lambda *ends: map(torch.tensor, range(*map(int, ends))),
     }  # fmt: skip
     for module in (hopper, tiles, fast):
@@ -140,7 +145,7 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
     again: list[int] = []
     taken = torch.zeros(1, dtype=torch.int64)
     for pid in range(PROGRAMS):
-        names = python(pid, pid, again)
+        names = python(pid, pid, again, 1 if square and left < 0 else 2)
         ring = Machine(pid, pid).barriers
         shared_tiles = (
             shared(x.q.dtype, q_stages * consumers, 64, dim), shared(x.q.dtype, stages, n, dim),
@@ -246,3 +251,12 @@ def test_where_it_serves():
     assert serves(length=512, causal=True) and serves(128, length=512, causal=True)
     assert not serves(128, length=511, causal=True)
     assert not serves(length=1023, window=(None, 7)) and not serves(length=256, causal=True)
+
+
+def test_three_consumers_serve_long_causal_calls():
+    """Of head_dim 64."""
+    for length, consumers in ((8192, 2), (16384, 3)):
+        with pretend(H100):
+            q, k, v = (torch.empty(2, 32, length, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+            call = Call(*inputs_of(q=q, k=k, v=v, causal=True)[:2])
+        assert plan.without_maxima(call, (64, 64)).consumers == consumers

@@ -18,7 +18,6 @@ from adatom.ops.attention.hopper_fwd_tiles import (
     make_plan,
     make_rings,
     masked_scores,
-    multiply_both,
     multiply_queries,
     nothing_seen,
     own_queries,
@@ -76,14 +75,13 @@ def _finite(m):
 
 
 @gluon.jit
-def _scores(s, n, first, n0, bounds, rings, PENDING: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr,
-            LAYOUT: gl.constexpr):
-    """Wait for the scores of block n, whose first key is n0, and mask them. PENDING: products left under way."""
+def _scores(s, n, first, n0, bounds, rings, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Wait for the scores of a tile's first block n, whose first key is n0, and mask them."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     len_q, len_k, left, right = bounds
-    s = warpgroup_mma_wait(PENDING, deps=(s,))
+    s = warpgroup_mma_wait(0, deps=(s,))
     release(k_empty, n, PLAN.STAGES)
-    if MASK:
+    if PLAN.MASK:
         i = gl.arange(0, PLAN.BLOCK_M, gl.SliceLayout(1, LAYOUT))
         j = gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(0, LAYOUT))
         begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, PLAN.BLOCK_M)
@@ -116,6 +114,31 @@ def _multiply_half(turn, n, rings, C: gl.constexpr, PLAN: gl.constexpr):
     k = k_s.index(slot(n, PLAN.STAGES)).slice(C * HALF, HALF, 0).permute((1, 0))
     zeros = gl.zeros([BLOCK_M, HALF], gl.float32, LAYOUT)
     return warpgroup_mma(q_s.index(own_queries(turn, C, PLAN)), k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_both(p, v, acc, turn, n, rings, HALF: gl.constexpr, HOLD: gl.constexpr, C: gl.constexpr,
+                   PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """When it is this consumer's turn, s = q k^T for block n, or for the half of it that this consumer sees, and begin
+    acc += p v for the block before: (s, acc).
+
+    HOLD: the next consumer's turn comes when s has come, not as soon as all is begun. Else the products of two may run
+    side by side, so that both have their scores late, and then no products under their exponentials."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    wait_full(k_full, n, PLAN.STAGES)
+    named_sync(TURN + C, 256)
+    if HALF:
+        s = _multiply_half(turn, n, rings, C, PLAN)
+    else:
+        s = multiply_queries(turn, n, rings, C, PLAN, LAYOUT)
+    wait_full(v_full, n - 1, PLAN.STAGES)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    if HOLD:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
+    s = warpgroup_mma_wait(1, deps=(s,))  # once more, or ptxas passes the turn on after exponentials
+    release(k_empty, n, PLAN.STAGES)
+    return s, acc
 
 
 @gluon.jit
@@ -155,18 +178,6 @@ def _diagonal(s, unit, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def _softmax(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """(acc, l, p) of block n, whose scores and whose predecessor's P V are under way."""
-    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    s = warpgroup_mma_wait(1, deps=(s,))
-    release(k_empty, n, PLAN.STAGES)
-    p = _exponentials(s, reference, unit)
-    l += _in_lanes(p)
-    acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
-    return acc, l, p
-
-
-@gluon.jit
 def _pin(l):
     """What l is made of is computed before what follows: ptxas would move exponentials below the wait for P V."""
     asm: gl.constexpr = """
@@ -188,13 +199,43 @@ def _pin(l):
 
 
 @gluon.jit
+def _softmax(s, acc, l, reference, n, rings, unit, PIN: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr,
+             P_LAYOUT: gl.constexpr):
+    """(acc, l, p) of the scores s of block n, while P V of the block before is under way.
+
+    Of three consumers, only until half of the exponentials are there: these are rounded under the other half, to where
+    the p of the block before lay."""
+    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    if PLAN.CONSUMERS < 3:
+        p = _exponentials(s, reference, unit)
+        l += _in_lanes(p)
+        if PIN:
+            _pin(l)
+        acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
+    else:
+        HALF: gl.constexpr = PLAN.BLOCK_N // 2
+        H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        m = gl.convert_layout(reference, gl.SliceLayout(1, H_LAYOUT))
+        low, high = gl.split(s.reshape([PLAN.BLOCK_M, 2, HALF]).permute((0, 2, 1)))
+        low = _exponentials(gl.convert_layout(low, H_LAYOUT, assert_trivial=True), m, unit)
+        l += gl.convert_layout(_in_lanes(low), l.type.layout, assert_trivial=True)
+        if PIN:
+            _pin(l)
+        wait_full(v_full, n - 1, PLAN.STAGES)  # as in `settle`
+        acc, low = warpgroup_mma_wait(0, deps=(acc, low))
+        release(v_empty, n - 1, PLAN.STAGES)
+        high = _exponentials(gl.convert_layout(high, H_LAYOUT, assert_trivial=True), m, unit)
+        l += gl.convert_layout(_in_lanes(high), l.type.layout, assert_trivial=True)
+        p = _side_by_side(low, high, LAYOUT)
+        p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
+    return acc, l, p
+
+
+@gluon.jit
 def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
                  P_LAYOUT: gl.constexpr):
     """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, which may
     be of the block's second half alone; p is of all of it."""
-    q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    s = warpgroup_mma_wait(1, deps=(s,))
-    release(k_empty, n, PLAN.STAGES)
     i = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
     s = gl.where(j[None, :] > i[:, None], s, float("-inf"))
@@ -331,6 +372,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
+    HOLD: gl.constexpr = COLUMNS <= 64 and not PLAN.LEFT
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = C * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
@@ -370,39 +412,29 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                 half = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
                 p = _side_by_side(p, gl.zeros_like(p), S_LAYOUT)
                 p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
-                if rest > 0:
-                    wait_full(k_full, n, STAGES)
-                    named_sync(TURN, 256)
-                    scores = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
-                    v = v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0)
-                    wait_full(v_full, n - 1, STAGES)
-                    acc = warpgroup_mma(half, v, acc, is_async=True)
-                    named_arrive(TURN + 1, 256)
-                    acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
-                    n += 1
-                    rest -= 1
+                if not HOLD:  # of short products, half of one is not worth a branch
+                    if rest > 0:
+                        v = v_s.index(slot(n - 1, STAGES)).slice(0, BLOCK_N // 2, 0)
+                        scores, acc = _multiply_both(half, v, acc, turn, n, rings, False, False, C, PLAN, S_LAYOUT)
+                        acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, False, PLAN, S_LAYOUT, P_LAYOUT)
+                        n += 1
+                        rest -= 1
             else:
                 p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
             for _ in range(rest):
-                scores, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-                acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, PLAN, P_LAYOUT)
+                v = v_s.index(slot(n - 1, STAGES))
+                scores, acc = _multiply_both(p, v, acc, turn, n, rings, False, HOLD, C, PLAN, S_LAYOUT)
+                acc, l, p = _softmax(scores, acc, l, reference, n, rings, unit, False, PLAN, S_LAYOUT, P_LAYOUT)
                 n += 1
             if PLAN.LEFT:
                 if edge != 0:
                     EDGE: gl.constexpr = S_LAYOUT if C == 0 else H_LAYOUT
-                    wait_full(k_full, n, STAGES)
-                    named_sync(TURN + C, 256)
-                    if C == 0:
-                        scores = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
-                    else:
-                        scores = _multiply_half(turn, n, rings, C, PLAN)
-                    wait_full(v_full, n - 1, STAGES)
-                    acc = warpgroup_mma(p, v_s.index(slot(n - 1, STAGES)), acc, is_async=True)
-                    named_arrive(TURN + 1 - C, 256)
+                    v = v_s.index(slot(n - 1, STAGES))
+                    scores, acc = _multiply_both(p, v, acc, turn, n, rings, C == 1, False, C, PLAN, S_LAYOUT)
                     acc, l, p = _window_edge(scores, acc, l, reference, n, rings, unit, PLAN, EDGE, S_LAYOUT, P_LAYOUT)
                     n += 1
         else:
-            s = _scores(s, n, first, n0, bounds, rings, 0, PLAN.MASK, PLAN, S_LAYOUT)
+            s = _scores(s, n, first, n0, bounds, rings, PLAN, S_LAYOUT)
             m = gl.max(s, 1) * unit
             reference = _finite(m)
             p = _exponentials(s, reference, unit)
@@ -414,8 +446,8 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
 
             for _ in range(blocks - 1):
                 n0 -= BLOCK_N
-                s, acc = multiply_both(p, acc, turn, n, rings, C, PLAN, S_LAYOUT)
-                s = _scores(s, n, first, n0, bounds, rings, 1, False, PLAN, S_LAYOUT)
+                v = v_s.index(slot(n - 1, STAGES))
+                s, acc = _multiply_both(p, v, acc, turn, n, rings, False, False, C, PLAN, S_LAYOUT)
                 alpha = m
                 begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK_M)
                 cut = n0 + BLOCK_N >= end
@@ -426,11 +458,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                     if (cut == 0) & (n0 < begin):
                         j = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
                         s = gl.where(j[None, :] >= (m0 + i + (len_k - len_q - left))[:, None], s, float("-inf"))
-                pf = _exponentials(s, reference, unit)
-                l += _in_lanes(pf)
-                if PLAN.LEFT:
-                    _pin(l)
-                acc, p = settle(acc, pf, n - 1, rings, PLAN, P_LAYOUT)
+                acc, l, p = _softmax(s, acc, l, reference, n, rings, unit, PLAN.LEFT, PLAN, S_LAYOUT, P_LAYOUT)
                 if PLAN.RIGHT:
                     if cut:
                         acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]

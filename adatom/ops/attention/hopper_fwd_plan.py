@@ -52,7 +52,7 @@ _FAST_ONE = Config(1, 64, 64, 3, 136, True, spill=96, each=3)
 FAST: dict[tuple[int, str], dict[int, Config | None]] = {
     (64, "full"): {0: None, 256: _FAST_ONE, 1024: _FAST_64, 2048: None, 4096: _FAST_THREE},
     (64, "causal"): {0: None, 1024: _FAST_64},
-    (64, "square"): {0: None, 512: _FAST_64},
+    (64, "square"): {0: None, 512: _FAST_64, 16384: _FAST_THREE},
     (64, "window"): {0: None, 1024: _FAST_64},
     (64, "packed"): {0: None, 1024: _FAST_64},
     (128, "full"): {0: None, 512: _FAST._replace(block_n=64, stages=4), 1024: _FAST},
