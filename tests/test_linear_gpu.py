@@ -59,10 +59,12 @@ def test_weight_grad(cuda, dtype):
     assert distance(buffer, 1 + 2 * wide[1].grad) < (5e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_capture(cuda, gated):
+@pytest.mark.parametrize(
+    "gated, rows, k, n", [(False, 512, 256, 512), (True, 512, 256, 512), (False, 4000, 2040, 2120)]
+)
+def test_capture(cuda, gated, rows, k, n):
     """A captured step gives what an eager one gives, bit for bit."""
-    x, w = tensors(cuda, torch.bfloat16, (512, 256), (512, 256))
+    x, w = tensors(cuda, torch.bfloat16, (rows, k), (n, k))
 
     def step():
         out = adatom.swiglu(x, w) if gated else adatom.linear(x, w, activation="gelu")
@@ -78,6 +80,25 @@ def test_capture(cuda, gated):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(g, e) for g, e in zip(got, want))
+
+
+def test_backwards_on_two_streams(cuda):
+    """Where dz is made beside the product that reads it, programs wait for each other, but for no other backward."""
+    x, w = tensors(cuda, torch.bfloat16, (4000, 2040), (2120, 2040))
+    dout = torch.randn(4000, 2120, device=cuda, dtype=torch.bfloat16)
+
+    def step():
+        return torch.autograd.grad(adatom.linear(x, w, activation="gelu"), (x, w), dout)
+
+    want = step()
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream(priority=p) for p in (0, -1)], []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(step())
+    torch.cuda.synchronize()
+    assert all(torch.equal(g, e) for got in found for g, e in zip(got, want))
 
 
 def test_mlp(cuda):

@@ -12,7 +12,8 @@ from adatom.registry import choose, rows
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.linear import hopper_linear  # noqa: E402
+from adatom.ops.linear import hopper_linear, hopper_made  # noqa: E402
+from adatom.tiles.launch import observed  # noqa: E402
 
 H100 = Device("cuda", 90, 132, 232448)
 
@@ -131,3 +132,39 @@ def test_runs_keep_all_programs_busy():
 def test_narrow_tiles_where_wide_ones_would_leave_programs_idle():
     assert hopper_linear._pick(8192, 8192, 132) == hopper_linear.WIDE
     assert hopper_linear._pick(512, 1024, 132) == hopper_linear.NARROW
+
+
+@pytest.mark.parametrize(
+    "rows, columns, run, group, first", [(8192, 8192, 8, 16, 120), (4000, 2120, 1, 48, 0), (900, 8, 3, 2, 0)]
+)
+def test_every_task_is_given_out_once(rows, columns, run, group, first):
+    """All of dz is made, and first what the first consumers of the runs begin with."""
+    z = torch.empty(rows, columns, device="meta")
+    tiles, chunks, run, group, n_tasks, start = hopper_made.numbers(z, run, group, first)
+    number = hopper_made.TASKS.value
+    tasks = [hopper_made._task.fn(i, chunks, run, group, start, number) for i in range(n_tasks)]
+    existing = [task for task in tasks if task[0] < tiles]
+    assert len(existing) == len(set(existing)) == tiles * chunks * number
+    chunk = first // hopper_made.CHUNK.value
+    assert {task[:2] for task in tasks[: group * number]} == {(m * run, chunk) for m in range(group)}
+
+
+def launched(m, k, n, activation, needs=(True, True, True), kept=True):
+    """The constexprs of the products of a backward on an invented H100."""
+    found = []
+    x, w, b, z = (torch.empty(s, dtype=torch.bfloat16) for s in ((m, k), (n, k), (n,), (m, n)))
+    o = hopper_linear.Options(activation, False, "tf32")
+    with pretend(H100), observed(lambda kernel, args, meta, spill: found.append(meta)):
+        hopper_linear.backward(hopper_linear.Inputs(x, w, None, b), o, z if kept else None, z, needs)
+    return [meta for meta in found if "MAKE" in meta]
+
+
+def test_where_dz_is_made():
+    """Beside the product for dx, if its tiles are wide, it takes long enough, and something was kept."""
+    assert [p["MAKE"] for p in launched(4096, 2048, 4096, "gelu")] == ["gelu", ""]
+    assert [p["MAKE"] for p in launched(4096, 1024, 4096, "gelu")] == ["", ""]
+    assert [p["MAKE"] for p in launched(16384, 2048, 512, "gelu")] == ["", ""]
+    assert [p["MAKE"] for p in launched(512, 2048, 2048, "gelu")] == ["", ""]
+    assert [p["MAKE"] for p in launched(4096, 2048, 4096, "none", kept=False)] == ["", ""]
+    assert [p["MAKE"] for p in launched(4096, 2048, 4096, "gelu", (False, True, True))] == [""]
+    assert [p["MAKE"] for p in launched(4096, 2048, 4096, "gelu", kept=False)] == ["", "", ""]

@@ -144,6 +144,8 @@ SMALL: tuple[Case, ...] = (
 GPU: tuple[Case, ...] = (
     *SMALL,
     *(_case(f"bf16 {a} 1000x520x1032", 1000, 520, 1032, BF16, a) for a in (None, *ACTIVATIONS[1:])),
+    *(_case(f"bf16 made {a}", 4000, 2040, 2120, BF16, a) for a in ACTIVATIONS[1:]),
+    _case("f16 made gelu", 4000, 2040, 2120, F16, "gelu"),
     *(_case(f"f16 {a} 520x1024x776", 520, 1024, 776, F16, a) for a in (None, *ACTIVATIONS[1:])),
     *(_case(f"bf16 recompute {a}", (3, 250), 456, 712, BF16, a, recompute=True) for a in ACTIVATIONS[1:]),
     _case("f16 recompute no bias", 700, 456, 712, F16, "gelu", bias=False, recompute=True),
@@ -165,6 +167,7 @@ GPU: tuple[Case, ...] = (
 QUICK: tuple[Case, ...] = tuple(c for c in GPU if not c.huge)[::3]
 COMPILE: tuple[Case, ...] = (
     *(_case(f"bf16 {a}", 8192, 1024, 4096, BF16, a) for a in (None, *ACTIVATIONS[1:])),
+    *(_case(f"bf16 made {a}", 8192, 2048, 4096, BF16, a) for a in ACTIVATIONS[1:]),
     *(_case(f"bf16 recompute {a}", 8192, 1024, 4096, BF16, a, recompute=True) for a in ACTIVATIONS[1:]),
     _case("f16 gelu", 8192, 1024, 4096, F16, "gelu"),
     _case("bf16 small gelu", 512, 1024, 1024, BF16, "gelu"),
@@ -172,7 +175,7 @@ COMPILE: tuple[Case, ...] = (
     _case("f32 recompute", 4096, 1024, 4096, F32, "gelu", recompute=True),
     _case("bf16 odd", 301, 203, 407, BF16, "gelu"),
 )
-COMPILE_QUICK = ("bf16 gelu", "bf16 recompute gelu", "f32 tf32x3")
+COMPILE_QUICK = ("bf16 gelu", "bf16 made gelu", "bf16 recompute gelu", "f32 tf32x3")
 
 
 def _bench(activation: str | None, bias: bool) -> tuple[Case, ...]:

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 
 from adatom.device import facts
+from adatom.ops.linear import hopper_made
+from adatom.ops.linear.hopper_made import CHUNK, await_made, maker
 from adatom.ops.linear.problem import Inputs, Options, suits_tma
 from adatom.ops.linear.torch_linear import products
 from adatom.tiles.hopper import (
@@ -68,6 +70,7 @@ class Config(NamedTuple):
     longest: int = 8
 
 
+MAKE_FROM = 1536, 2048  # features in and out: with fewer, making dz takes longer than the product beside it
 WIDE = Config(64, 256, 4, 64, 2)
 NARROW = Config(64, 128, 6, 64, 2)
 
@@ -82,6 +85,7 @@ class Plan:
     KEEP: bool
     GRAD: bool
     ADD: bool
+    MAKE: str
     A_COLS: bool
     B_COLS: bool
     BLOCK_M: int
@@ -113,7 +117,7 @@ def _run(r, M, N, run, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs,
+def _producer(A, B, Up, Counts, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs,
               PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -134,6 +138,13 @@ def _producer(A, B, Up, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_ru
             upper = row + gl.where(which == 0, turn - 1, turn) * (2 * BLOCK_M)
             lower = row + (turn - 1) * (2 * BLOCK_M) + BLOCK_M
             for k in range(begin, end):
+                if PLAN.MAKE != "":
+                    if (k % CHUNK == 0) | (k == begin):
+                        chunks = (k_tiles + CHUNK - 1) // CHUNK
+                        if first:
+                            await_made(Counts, upper, k, chunks)
+                        if second:
+                            await_made(Counts, lower, k, chunks)
                 wait_empty(empty, n, STAGES)
                 i = slot(n, STAGES)
                 bar = full.index(i)
@@ -166,6 +177,21 @@ def _emit(desc, x, row, column, c_s, C: gl.constexpr, NUMBER: gl.constexpr, PLAN
 
 
 @gluon.jit
+def _emit_two(desc, x, other, y, row, column, c_s, d_s, C: gl.constexpr):
+    """A piece of x and the same piece of y: round them, and begin to store them, with half of the waiting."""
+    first = c_s.index(C)
+    second = d_s.index(C)
+    tma.store_wait(0)
+    gl.barrier()
+    first.store(x.to(first.dtype))
+    second.store(y.to(second.dtype))
+    fence_async_shared()
+    gl.barrier()
+    tma.async_store(desc, [row, column], first)
+    tma.async_store(other, [row, column], second)
+
+
+@gluon.jit
 def _prefetch(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
     """Fetch the lines of a tile of D to L2."""
     LINES: gl.constexpr = PLAN.OUT_N // 64
@@ -188,7 +214,7 @@ def _load(D, row, column, M, N, stride_d, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
+def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, d_s, bias_s, row, column, M, N, stride_d, C: gl.constexpr,
               PLAN: gl.constexpr):
     ACT: gl.constexpr = PLAN.ACT
     PIECE: gl.constexpr = PLAN.PIECE
@@ -227,12 +253,13 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row, column, M, N, str
             _emit(Out, activation(z, ACT) * others[p], row, c, c_s, C, 3 * p + 2 if PLAN.KEEP else p, PLAN)
         else:
             if PLAN.KEEP:
-                _emit(Pre, z, row, c, c_s, C, 2 * p, PLAN)
-            _emit(Out, activation(z, ACT), row, c, c_s, C, 2 * p + 1 if PLAN.KEEP else p, PLAN)
+                _emit_two(Pre, z, Out, activation(z, ACT), row, c, c_s, d_s, C)
+            else:
+                _emit(Out, activation(z, ACT), row, c, c_s, C, p, PLAN)
 
 
 @gluon.jit
-def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo,
+def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo,
               run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
@@ -264,7 +291,7 @@ def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turn
             acc = multiply(a_s, b_s, full, empty, n, k_tiles, turns.index(1 - C), seen, C, 2, A_COLS, B_COLS, BLOCK_M,
                            BLOCK_N, STAGES)
             n += k_tiles + solo
-            _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
+            _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, d_s, bias_s, row + (2 * tile + C) * BLOCK_M, column, M, N,
                       stride_d, C, PLAN)
         if C == 0:
             n += w
@@ -273,24 +300,29 @@ def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turn
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs"])
-def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_runs, stride_d,
+@gluon.jit(do_not_specialize=["M", "N", "k_tiles", "u", "solo", "run", "n_runs", "tiles", "chunks", "tasks_run",
+                              "group", "n_tasks", "start"])
+def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Z, DZ, Sums, Counts, M, N, k_tiles, u, solo, run, n_runs, stride_d,
+            K, stride_z, stride_dz, tiles, chunks, tasks_run, group, n_tasks, start,
             ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            ADD: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
+            ADD: gl.constexpr, MAKE: gl.constexpr, A_COLS: gl.constexpr, B_COLS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, BUFFERS: gl.constexpr,
-            GROUP: gl.constexpr):
+            GROUP: gl.constexpr, SUMS: gl.constexpr):
     """Out = act(A B^T + bias), (M, N). GATED: Out = act(A B^T) * (A Up^T).
 
     KEEP: also what act was given, to Pre, and A Up^T to PreUp. GRAD: instead of Out, the gradient of what act was
     given, from D, that of Out; gated: to Pre and PreUp. ADD: the result is added to what Out holds.
+    MAKE: A, (M, K), is DZ, which `hopper_made.maker` makes of Z and D meanwhile, with the slope of this activation.
     A_COLS, B_COLS: the operand is given as its transpose.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+    PLAN: gl.constexpr = _plan(ACT, GATED, BIAS, KEEP, GRAD, ADD, MAKE, A_COLS, B_COLS, BLOCK_M, BLOCK_N, STAGES, PIECE,
                                BUFFERS, GROUP)
     a_s = make_ring(A, STAGES, 2)
     b_parts = make_ring(B, STAGES, 2 if GATED else 1)
     b_s = b_parts.reinterpret(B.dtype, [STAGES, BLOCK_N, 64], B.layout) if GATED else b_parts
-    c_s = make_ring(Out, BUFFERS, 2)
+    PAIRS: gl.constexpr = KEEP and not GATED  # two rings, so that stores to one do not wait for those to the other
+    c_s = make_ring(Out, BUFFERS // 2 if PAIRS else BUFFERS, 2)
+    d_s = make_ring(Out, BUFFERS // 2, 2) if PAIRS else c_s
     bias_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N if BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
@@ -299,13 +331,28 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, M, N, k_tiles, u, solo, run, n_r
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
-    gl.warp_specialize([
-        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
-                     solo, run, n_runs, stride_d, 0, PLAN)),
-        (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, bias_s, full, empty, turns, M, N, k_tiles, u,
-                     solo, run, n_runs, stride_d, 1, PLAN)),
-        (_producer, (A, B, Up, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
-    ], [4, 1], [240, 24])
+    if MAKE != "":
+        gl.warp_specialize([
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 0, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 1, PLAN)),
+            (_producer, (A, B, Up, Counts, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
+            (maker, (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group,
+                     n_tasks, start, MAKE, SUMS)),
+            (maker, (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group,
+                     n_tasks, start, MAKE, SUMS)),
+            (maker, (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group,
+                     n_tasks, start, MAKE, SUMS)),
+        ], [4, 1, 1, 1, 1], [192, 120, 120, 120, 120])
+    else:
+        gl.warp_specialize([
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 0, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 1, PLAN)),
+            (_producer, (A, B, Up, Counts, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
+        ], [4, 1], [240, 24])
 
 
 def _pick(rows: int, columns: int, sms: int) -> Config:
@@ -345,43 +392,48 @@ def _solo(act: str, keep: bool, gated: bool, grad: bool) -> int:
         return 16
     if gated:  # half as many results
         return 6 if keep else 2
-    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 4}[act] + (1 if keep else 0)
+    return {"none": 0, "relu": 3, "silu": 4, "gelu_tanh": 4, "gelu": 4}[act] + (3 if keep else 0)
 
 
 def _product(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, up: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, pre: tuple[torch.Tensor, ...] = (), dout: torch.Tensor | None = None,
     act: str = "none", keep: bool = False, add: bool = False, cols: str = "",
+    made: tuple[torch.Tensor | None, ...] = (None,) * 4,
 ) -> None:  # fmt: skip
-    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes."""
-    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias)
+    """Launch `_kernel`; cols names the operands, "a" and "b", that are given as their transposes. made: z, dz and what
+    else `maker` writes to, if a, which is dz, is to be made with the slope of act."""
+    tensors = (a, b, up, out, *(pre or (None, None)), dout, bias, *made)
     remembered(_launch, tensors, act, keep, add, cols)(*tensors)
 
 
 def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launch:
     device = facts(tensors[0].device)
-    a, b, up, out, pre, _, dout, bias = tensors
+    a, b, up, out, pre, _, dout, bias, z, dz, sums, _ = tensors
+    make, grad = z is not None, dout is not None and z is None
     k, rows = a.shape if "a" in cols else a.shape[::-1]
     columns = b.shape[1 if "b" in cols else 0]
     wide = columns * (1 if up is None else 2)
     config = _pick(rows, wide, device.sms)
     out_n = config.block_n // (1 if up is None else 2)
-    piece = config.piece // 2 if add or dout is not None else config.piece  # float32, or registers for D
+    piece = config.piece // 2 if add or grad else config.piece  # float32, or registers for D
     meta = dict(
-        ACT=act,
+        ACT="none" if make else act,
         GATED=up is not None,
         BIAS=bias is not None,
         KEEP=keep,
-        GRAD=dout is not None,
+        GRAD=grad,
         ADD=add,
+        MAKE=act if make else "",
         A_COLS="a" in cols,
         B_COLS="b" in cols,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         PIECE=piece,
-        BUFFERS=config.buffers * config.piece // piece if dout is not None else config.buffers,
+        BUFFERS=config.buffers * config.piece // piece if grad else config.buffers,
         GROUP=config.group,
+        SUMS=sums is not None,
         num_warps=4,
         launch_pdl=True,
     )
@@ -396,13 +448,18 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
     }
     tiles = -(-rows // (2 * config.block_m)), -(-columns // out_n)
     k_tiles = -(-k // BLOCK_K)
-    w, solo = _blocks(k_tiles, _solo(act, keep, up is not None, dout is not None))
+    w, solo = _blocks(k_tiles, _solo(meta["ACT"], keep, up is not None, grad))
     run = _length(*tiles, config.longest, device.sms, 0.75 * (w + solo) / k_tiles)
     n_runs = -(-tiles[0] // run) * tiles[1]
     w, solo = (w, solo) if run > 1 else (0, 0)
-    stride_d = 0 if dout is None else dout.stride(0)
-    scalars = (rows, columns, k_tiles, k_tiles - w - solo, solo, run, n_runs, stride_d)
-    spill = 0 if dout is None else 320
+    strides = [0 if t is None else t.stride(0) for t in (dout, z, dz)]
+    scalars = (rows, columns, k_tiles, k_tiles - w - solo, solo, run, n_runs, strides[0], k, *strides[1:])
+    if make:
+        together = -(-device.sms // (config.group * tiles[1])) * config.group  # runs that are worked on at a time
+        scalars += hopper_made.numbers(z, run, together, (k_tiles - w) % k_tiles)
+    else:
+        scalars += (0,) * 6
+    spill = 320 if grad else 0
     return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 
@@ -436,22 +493,42 @@ def _dz(x: Inputs, o: Options, dout: torch.Tensor) -> torch.Tensor:
     return dz
 
 
+def _made(
+    x: Inputs, o: Options, kept: torch.Tensor, dout: torch.Tensor, sums: bool, spend: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """dz, dbias and dx by one kernel."""
+    dz = kept if spend else kept.new_empty(kept.shape)
+    parts = hopper_made.sums(dz) if sums else None
+    dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+    made = (kept, dz, parts, hopper_made.counts(dz))
+    _product(dz, x.weight, dx, dout=dout, act=o.activation, cols="b", made=made)
+    return dz, None if parts is None else hopper_made.sum_rows(parts, dz.dtype), dx
+
+
+def _makes(x: Inputs, o: Options) -> bool:
+    """Whether dz is made beside the product for dx: its tiles must be wide, and it must take long enough."""
+    wide = _pick(*x.x.shape, facts(x.x.device).sms) == WIDE
+    return not o.gated and wide and x.x.shape[1] >= MAKE_FROM[0] and x.weight.shape[0] >= MAKE_FROM[1]
+
+
 def backward(
     x: Inputs, o: Options, kept: torch.Tensor | None, dout: torch.Tensor, needs: tuple[bool, bool, bool],
     into: torch.Tensor | None = None, spend: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """(dx, dweight, dup, dbias); the contract is in reference.py."""
     sums = needs[2] and x.bias is not None
+    dx = dweight = dup = None
     if not o.keeps:
         dz, dbias = dout, dout.sum(0) if sums else None
     elif kept is None:
         dz = _dz(x, o, dout)
         dbias = dz.sum(0) if sums else None
+    elif needs[0] and _makes(x, o):
+        dz, dbias, dx = _made(x, o, kept, dout, sums, spend)
     else:
         dz, dbias = gradient(kept, dout, o.activation, o.gated, sums, spend)
     n = x.weight.shape[0]
-    dx = dweight = dup = None
-    if needs[0]:
+    if needs[0] and dx is None:
         dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
         _product(dz[:, :n], x.weight, dx, cols="b")
         if x.up is not None:
