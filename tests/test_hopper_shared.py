@@ -4,6 +4,7 @@ barriers, as tests/test_hopper_deep.py runs those of another kernel."""
 from __future__ import annotations
 
 import math
+import threading
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
+from adatom.ops.attention import hopper_shared_whole as whole_part  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
@@ -55,7 +57,7 @@ class Tile(Shared):
 
 
 def shared(dtype: torch.dtype, *shape: int) -> Tile:
-    return Tile(torch.full(shape, math.nan, dtype=dtype))
+    return Tile(torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype))
 
 
 class Box(Tensor4):
@@ -104,17 +106,21 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language.minimum = lambda a, b, propagate_nan=None: a.clamp(max=b) if torch.is_tensor(a) else min(a, b)
     language.log2, language.num_programs = torch.log2, lambda axis: programs
     language.barrier = lambda: None
+    language.inline_asm_elementwise = lambda *a, **k: machine.store_wait(0)
+    language.BlockedLayout = lambda *a: None
     language.convert_layout = lambda x, layout, assert_trivial=False: x
     language.DotOperandLayout = lambda *a: None
     language.store = lambda at, value, mask=torch.tensor(True): at.store(value, mask)  # noqa: B008
     language.load = lambda at: at.load()
-    names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2), "SCORES": None, "KEEP_NAN": None}
+    names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2)}
+    names |= dict.fromkeys(("SCORES", "GRAD", "KEEP_NAN", "STORED"))
     for source in (bias_part, module):
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
                 names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
             elif name.isupper() and isinstance(getattr(value, "value", None), int):
                 names[name] = value.value
+    names["named_sync"] = lambda number, threads: machine.all.wait(10)
     names["widened"] = lambda x: x.float()
     names["sharer"] = lambda *a: tuple(map(Whole, bias_part.sharer.fn(*a)))
     for name in {"_sharer", "_tile"} & set(names):
@@ -149,13 +155,16 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
     some = bias_heads < heads
     boxes = Box(x.q, 64, 32), Box(x.k, 128, 32), Box(x.v, 128, 32), Box(x.bias, 64, 128)
 
-    unfit = torch.full((programs, 2 * n), -1, dtype=torch.int64)
+    again = []
 
-    def roles(machine: Machine, exact: bool) -> dict[str, tuple[Any, ...]]:
+    def roles(machine: Machine) -> dict[str, tuple[Any, ...]]:
         ring, stages, turns = machine.barriers, 3, fwd.Q_STAGES.value
+        flags = shared(torch.int64, 2 * n, 64)
+        again.append(flags.x)
+        machine.all = threading.Barrier(2 * n + 1)  # type: ignore[attr-defined]
         tiles = (
             shared(HALF, turns * 2 * n, 64, 32), shared(HALF, stages * n, 128, 32), shared(HALF, stages * n, 128, 32),
-            shared(HALF, (stay or stages) * 2, 64, 128),
+            shared(HALF, (stay or stages) * 2, 64, 128), flags,
         )  # fmt: skip
         bars = (
             ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + (0 if stay else 2)), ring(stages, 2 * n),
@@ -163,17 +172,15 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
         )  # fmt: skip
         even = len_k % 128 == 0
         options = (tiles, bars, counts)
-        into = Box(out, 64, 32), Pointer(lse), Pointer(unfit)
-        return {"_producer": (*boxes, into[2], several, *options, some, exact, stay, stages)} | {
-            f"_consumer {c}": (*into, *options, o.scale, c, some, even, exact, 2.0**100, stay, stages)
+        return {"_producer": (*boxes, several, *options, some, stay, stages)} | {
+            f"_consumer {c}": (Box(out, 64, 32), Pointer(lse), *options, o.scale, c, some, even, 2.0**100, stay, stages)
             for c in range(2 * n)
         }
 
-    run(fwd, programs, lambda machine: roles(machine, False))
-    assert set(unfit.unique().tolist()) <= {0, 1}
-    if repeated := bool(unfit.any()):
-        run(fwd, programs, lambda machine: roles(machine, True))
-    return out, lse, repeated
+    run(fwd, programs, roles)
+    flags = torch.stack(again)
+    assert set(flags.unique().tolist()) <= {0, 1}
+    return out, lse, bool(flags.any())
 
 
 def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int):
@@ -213,8 +220,8 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
 
     run(bwd, programs, of_keys)
     staged = parts == 1
+    dq = torch.full_like(x.q, math.nan)
     dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
-    into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
 
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
         ring, stages = machine.barriers, bias_part.STAGES.value
@@ -228,10 +235,28 @@ def backward(x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch
         boxes = [Box(t, 128, 32) for t in given]
         even = len_k % 128 == 0
         options = (tiles, bars, slices, counts)
+        into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
         return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
             f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged) for c in range(2)
         }
 
+    def of_whole(machine: Machine) -> dict[str, tuple[Any, ...]]:
+        ring, stages = machine.barriers, whole_part.STAGES.value
+        counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, blocks * slices * parts)
+        tiles = (
+            *(shared(HALF, stages * n, 128 if n == 1 else 64, 32) for n in (1, 4, 1, 4)),
+            shared(F32, stages, 128), shared(F32, stages, 128), shared(HALF, 8, 64, 64), shared(HALF, 2, 64, 32),
+        )  # fmt: skip
+        bars = ring(stages, 10), ring(stages, 2), ring(1, 8), ring(1, 2)
+        boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
+        options = (tiles, bars, slices, counts)
+        return {"_producer": (*boxes, *lines, Box(x.bias, 64, 64), several, *options, some)} | {
+            f"_consumer {c}": (Pointer(dbias), Box(dq, 64, 32), *options, o.scale, c, some) for c in range(2)
+        }
+
+    if len_k == whole_part.KEYS.value:
+        run(whole_part, programs, of_whole)
+        return dq, dk, dv, dbias.double().sum(0)
     run(bias_part, programs, of_sums)
     pieces = total.view(-1, 4, 4, 8, 4, 2, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(batch, heads, -1, 32)
     dq = (pieces * o.scale)[:, :, :len_q, :dim]
@@ -243,6 +268,8 @@ CASES = (
     ((2, 2), (1, 2), (128, 264), (32, 32), False),
     ((3, 2), (1, 1), (64, 264), (24, 32), True),
     ((4, 1), (2, 1), (200, 128), (32, 24), True),
+    ((4, 2), (1, 2), (200, 256), (32, 32), True),
+    ((3, 2), (1, 1), (256, 256), (24, 24), False),
 )
 
 
@@ -299,6 +326,8 @@ def test_far_queries_are_left_to_the_exact_pass():
     [
         ({}, None, None),
         ({"length": 300}, None, "below 512"),
+        ({"length": 256, "batch": 64}, None, "below 512"),
+        ({"length": 256, "batch": 128}, None, None),
         ({"length": 200}, "256", "256"),
         ({"batch": 8}, "16 batch", "16 batch"),
         ({"dim": 40}, "head_dims", "head_dims"),

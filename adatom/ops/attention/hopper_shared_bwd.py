@@ -3,7 +3,8 @@ wanted, as in triangle attention.
 
     P = exp(S + bias - lse);  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dV = P^T dO
 
-This kernel gives dK and dV; that of hopper_shared_bias.py dQ and the gradient of the bias. Each of three consumer
+This kernel gives dK and dV; that of hopper_shared_bias.py, of 256 keys that of hopper_shared_whole.py, dQ and the
+gradient of the bias. Each of three consumer
 warpgroups owns 64 keys of a sharer of its own, and all of them walk over the same tiles of the bias, so that a tile is
 read once for three. S^T and dP^T are formed transposed: P^T and dS^T stay in registers, and consumers never meet. With
 three warps for a scheduler, one exponentiates while others wait for their products.
@@ -16,6 +17,8 @@ import torch
 from adatom.ops.attention.hopper_bwd_ends import ends
 from adatom.ops.attention.hopper_shared_bias import DIM, sharer, sums_launch, widened
 from adatom.ops.attention.hopper_shared_ends import ahead
+from adatom.ops.attention.hopper_shared_whole import KEYS as WHOLE
+from adatom.ops.attention.hopper_shared_whole import whole_launch
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.ops.attention.triton_sum import sum_of_parts
@@ -211,7 +214,7 @@ class Launches(NamedTuple):
     before: launch.Launch
     keys: Launch
     sums: Launch
-    behind: launch.Launch
+    behind: launch.Launch | None  # where dQ is a sum
     blocks: int  # of 128 queries, of all heads
 
 
@@ -224,14 +227,15 @@ def _launches(
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
     before = ahead(call, m, out, dout, dlse)
-    _, behind = ends(call, dim, m, out, dout, dq)
+    complete = call.len_k == WHOLE.value
+    behind = None if complete else ends(call, dim, m, out, dout, dq)[1]
     slices = x.bias.shape[0] * x.bias.shape[1]
     shared = call.batch * call.heads // slices
     groups = -(-shared // SHARERS.value)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), n_blocks * 2, call.heads, call.repeats,
-        x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
+        *(int(stride > 0) for stride in call.bias_strides[:2]), 0 if complete else n_blocks * 2, call.heads,
+        call.repeats, x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "EARLY": True, "REGISTERS": 160, "num_warps": 4,
@@ -242,14 +246,15 @@ def _launches(
         "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, min(n_tiles, call.device.sms), scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums_launch(call, x.bias, n_m * m), behind, n_blocks)
+    sums = (whole_launch if complete else sums_launch)(call, x.bias, n_m * m)
+    return Launches(before, keys, sums, behind, n_blocks)
 
 
 def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias, None. dq is summed in an order that varies from run to run."""
+    """dq, dk, dv, dbias, None. Of other than 256 keys dq is summed in an order that varies from run to run."""
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
@@ -258,9 +263,13 @@ def backward(
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
-    total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
+    sum_of_dq = None if plan.behind is None else empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
     plan.before(out, dout, lse, dlse, rows, delta)
-    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, total, dk, dv)  # clears the sum of dQ
-    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
-    plan.behind(total, dq, x.cu_seqlens_q)
+    cleared = delta.view(-1, 128) if sum_of_dq is None else sum_of_dq  # of complete dQ nothing is
+    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, cleared, dk, dv)
+    dbias = sum_of_parts(
+        plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, dq if sum_of_dq is None else sum_of_dq
+    )
+    if plan.behind is not None:
+        plan.behind(sum_of_dq, dq, x.cu_seqlens_q)
     return dq, dk, dv, dbias, None

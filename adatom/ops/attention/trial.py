@@ -366,6 +366,7 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("f16 96 one tile, window", 264, 4, 4, 100, 64, 96, 96, F16, window=(30, 20)),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
     Case("bf16 32 rows", 64, 4, 4, 512, 512, 32, 32, BF16, bias="1hqk"),
+    Case("bf16 32 rows of 256 keys", 128, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk"),
     Case("tf32x3 32 rows", 64, 4, 4, 512, 512, 32, 32, F32, bias="1hqk"),
     Case("tf32x3 24 rows", 64, 4, 4, 525, 528, 24, 32, F32, bias="11qk"),
     Case("f16 24 rows", 64, 4, 4, 520, 528, 24, 32, F16, bias="11qk"),
