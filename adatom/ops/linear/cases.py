@@ -145,7 +145,7 @@ GPU: tuple[Case, ...] = (
     *SMALL,
     *(_case(f"bf16 {a} 1000x520x1032", 1000, 520, 1032, BF16, a) for a in (None, *ACTIVATIONS[1:])),
     *(_case(f"bf16 made {a}", 4000, 2040, 2120, BF16, a) for a in ACTIVATIONS[1:]),
-    _case("f16 made gelu", 4000, 2040, 2120, F16, "gelu"),
+    *(_case(f"f16 made {a}", 4000, 2040, 2120, F16, a) for a in ACTIVATIONS[2:]),
     *(_case(f"f16 {a} 520x1024x776", 520, 1024, 776, F16, a) for a in (None, *ACTIVATIONS[1:])),
     *(_case(f"bf16 recompute {a}", (3, 250), 456, 712, BF16, a, recompute=True) for a in ACTIVATIONS[1:]),
     _case("f16 recompute no bias", 700, 456, 712, F16, "gelu", bias=False, recompute=True),

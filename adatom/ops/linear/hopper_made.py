@@ -10,7 +10,7 @@ so nobody waits for a program that has not begun.
 import torch
 
 from adatom.tiles.hopper import gl, gluon
-from adatom.tiles.hopper_gemm import _exp2, _tanh
+from adatom.tiles.hopper_gemm import _exp2, _tanh, value_and_slope
 from adatom.tiles.triton_dense import _sums, remembered
 
 ROWS = gl.constexpr(16)
@@ -60,20 +60,14 @@ def _task(i, chunks, run, group, start, TASKS: gl.constexpr):
 def _slope(x, ACT: gl.constexpr):
     """a'(x), for results of 16 bits; no element waits for another, which predicates would bring about. For gelu's fit
     see `hopper_gemm.activation`."""
-    if ACT == "relu":
-        return gl.where(x > 0.0, 1.0, 0.0)
-    elif ACT == "silu":
-        s = 0.5 * _tanh(0.5 * x) + 0.5
-        return s + x * s * (1.0 - s)
-    elif ACT == "gelu_tanh":
-        y = x * x
-        s = 0.5 * _tanh(x * (0.7978845608028654 + 0.035677408136300125 * y)) + 0.5
-        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881478608 * y)
-    else:
+    if ACT == "gelu":
         y = x * x
         z = gl.minimum(y, 40.0)
         p = 0.5 * _tanh(x * (0.7971112119926916 + z * (0.037307365293323805 - 0.0003917725446590703 * z))) + 0.5
         return p + 0.3989422804014327 * x * _exp2(y * -0.7213475204444817)
+    else:
+        value, slope = value_and_slope(x, ACT)
+        return slope
 
 
 @gluon.jit
