@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import warnings
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -267,3 +268,20 @@ def test_what_is_prepared_may_fail(monkeypatch):
     assert first.prepare(lambda: 5) == 5 and ended == [True]
     monkeypatch.setattr(first, "_prepared", lambda: 1 / 0)
     assert first.prepare(lambda: 6) == 6
+
+
+def test_a_graph_is_captured_without_another_run(compiler, monkeypatch):
+    runs = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        first.together(lambda: (runs.append(capturing), run((_one,), torch.zeros(16), 16)))
+        _one.device_caches.clear()
+    assert runs == [True, False, False]
+
+
+def test_filters_of_warnings_are_left_as_they_were():
+    before = list(warnings.filters)
+    with first._undisturbed():
+        warnings.simplefilter("ignore", ResourceWarning)
+    assert warnings.filters == before

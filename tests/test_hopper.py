@@ -246,6 +246,13 @@ def test_one_head_of_keys_fills_the_gpu_if_its_queries_are_split(causal):
         assert (limits.hopper_bwd(problem(x, o)) is None) == causal
 
 
+def test_parts_are_no_more_than_queries():
+    q, k = (torch.empty(1, heads, n, 128, dtype=torch.bfloat16, device="meta") for heads, n in ((32, 2048), (1, 8192)))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
+        assert backward._launches(x, o, q, q, (q, k, k), False, False, False).splits == 1
+
+
 @pytest.mark.parametrize("size", [(2, 3, 5, 8), (5, 3, 8)])
 def test_parts_of_dk_and_dv_are_added(size, monkeypatch):
     """Those of one head lie side by side, whether (batch, heads, length, dim) or (tokens, heads, dim)."""

@@ -79,7 +79,7 @@ def either(tensors: Any, numbers: Any) -> Any:
     return lambda a, b: tensors(a, b) if getattr(a, "ndim", 0) and getattr(b, "ndim", 0) else numbers(a, b)
 
 
-def python(pid: int, seed: int, again: list[int], most: int) -> dict[str, Any]:
+def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, Any]:
     """The names of device code. most: products under way when a consumer passes its turn on."""
     machine, turns = Machine(pid, seed), Turns()
     names = machine.python()

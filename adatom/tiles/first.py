@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,11 +28,13 @@ _collecting = Lock()
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without Python's garbage collector, which would look at all that PyTorch has imported again and again."""
+    """Without Python's garbage collector, which would look at all that PyTorch has imported again and again; and with
+    the warnings' filters as they are, which Triton 3.6 sets and sets back, in all threads at once."""
     was = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with warnings.catch_warnings():
+            yield
     finally:
         if was:
             gc.enable()
@@ -178,7 +181,8 @@ def together(launch: Callable[..., Any], *args: Any) -> Any:
         return launch(*args)
     from triton.runtime._async_compile import active_mode
 
-    if active_mode.get() is not None:
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if active_mode.get() is not None or capturing:  # a graph would hold what the pass does without its kernels
         return launch(*args)
     with _undisturbed(), _mode()(lambda: launch(*args)):
         return launch(*args)

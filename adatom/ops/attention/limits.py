@@ -285,7 +285,8 @@ def hopper_bwd(p: Problem) -> str | None:
     if p.bias == "full" and p.bias_dtype == torch.float32:
         return "has room for one tile of a float32 bias, and waits for each"
     # of many heads that share keys under a causal mask, programs take four at most
-    heads = max(p.kv_heads, p.heads // 4) if p.causal and not p.window else p.kv_heads
+    split = p.causal and not p.window and p.seqlen_k <= 2 * p.seqlen_q
+    heads = max(p.kv_heads, p.heads // 4) if split else p.kv_heads
     if 2 * (1 if p.varlen else p.batch) * heads * p.seqlen_k < 3 * 128 * p.device.sms:
         return "has too few tiles of 128 keys to fill the GPU"
     return None
