@@ -218,8 +218,8 @@ def _inside(call: Call, dim: int, config: Config) -> int:
 
 def _splits(call: Call, dim: int, ordered: bool) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper.md). Not where keys are
-    many more than queries: all parts of dK take no more memory than twice q."""
+    and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper.md). Not where keys
+    are many more than queries: all parts of dK take no more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
     sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 or ordered else 4
