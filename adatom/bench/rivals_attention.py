@@ -7,6 +7,7 @@ A rival binds a case to a function of (q, k, v, bias) that computes what `adatom
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -188,9 +189,9 @@ def _flex(case: Case, given: dict[str, Any]) -> Call:
 
 def _torch_varlen(case: Case, given: dict[str, Any]) -> Call:
     """`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2: packed sequences; whole batches, for their windows."""
-    _refuse(case, window=True, varlen=True, gqa=True)
     _needs_gpu(given)
     attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    _refuse(case, window=True, varlen=True, gqa="enable_gqa" in inspect.signature(attend).parameters)
     left, right = case.window or (None, None)
     window = (-1 if left is None else left, 0 if case.causal else -1 if right is None else right)
     options: dict[str, Any] = {"scale": _scale(case), "window_size": window}
