@@ -13,6 +13,15 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 ANY_DEVICE = False  # for tests: the short way on a CPU for every op
 
 
+def transformed() -> bool:
+    """Whether a torch.func transform looks on. In a compiled region, whose operators take none, it raises
+    NotImplementedError: torch.compile then runs the region uncompiled, but for fullgraph=True."""
+    active = bool(torch._C._are_functorch_transforms_active())
+    if active and torch.compiler.is_compiling():
+        raise NotImplementedError("no torch.func transform inside a compiled region: take torch.autograd.grad there")
+    return active
+
+
 def watched() -> bool:
     """Whether eager calls go the long way: they are traced, profiled, transformed, cast, or have tangents."""
     return bool(

@@ -266,3 +266,23 @@ def test_whole_jacobians(transform):
 
     got, want = f(adatom.attention), f(plain)
     torch.testing.assert_close(got, want)
+
+
+LAYERS = {
+    "linear": lambda x: adatom.linear(x, torch.ones(3, 4), activation="gelu"),
+    "gated": lambda x: adatom.swiglu(x, torch.ones(3, 4), torch.ones(3, 4)),
+    "moe": lambda x: adatom.moe(x, x[:, :2], torch.ones(2, 6, 4), torch.ones(2, 4, 3), top_k=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_transforms_of_layers_in_a_compiled_region(layer):
+    """It runs uncompiled, or says why not."""
+    x = torch.randn(5, 4)
+    slope = torch.func.grad(lambda x: layer(x).sin().sum())
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(slope, backend="aot_eager")(x), slope(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no torch.func transform inside a compiled region"):
+        torch.compile(slope, backend="aot_eager", fullgraph=True)(x)

@@ -21,7 +21,7 @@ from adatom.ops.attention.op import (
     ready,
 )
 from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
-from adatom.signature import signature, watched
+from adatom.signature import signature, transformed, watched
 from adatom.tiles.first import together
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -169,16 +169,10 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 
 def _call(x: Inputs, o: Options, backend: str | None) -> Any:
-    if torch.compiler.is_compiling():
-        require(
-            not torch._C._are_functorch_transforms_active(),
-            "no torch.func transform inside a compiled region: compile what is transformed less its transform, or take "
-            "torch.autograd.grad in the region, with torch._dynamo.config.trace_autograd_ops = True",
-            NotImplementedError,
-        )
-        return attention_compiled(*x, *o, backend)
-    if torch._C._are_functorch_transforms_active():
+    if transformed():
         return Attention.apply(*x, *o, backend)
+    if torch.compiler.is_compiling():
+        return attention_compiled(*x, *o, backend)
     wanted = any(t is not None and t.requires_grad for t in x[:5])
     if torch.is_grad_enabled() and wanted or forward_ad._current_level >= 0:  # forward mode needs no grad mode
         return apply(Attention, *unwrap_dead_wrappers(x), *o, backend)

@@ -17,7 +17,7 @@ from adatom.operators import on_device, vmap_rule
 from adatom.ops.linear.problem import Inputs, Options, problem, rows_of, suits_tma
 from adatom.ops.linear.reference import gradient, gradient_gradient
 from adatom.registry import choose, load
-from adatom.signature import PLAIN
+from adatom.signature import PLAIN, transformed
 
 Tensor = torch.Tensor
 _CALL = "Tensor x, Tensor weight, Tensor? up, Tensor? bias, str activation, bool gated, str precision, str? backend"
@@ -276,7 +276,7 @@ _apply = super(torch.autograd.Function, Linear).apply  # without binding argumen
 def linear(*args: Any) -> Tensor:
     """out of linear_fwd, by the shortest way: plain tensors in eager mode need no operator."""
     x = args[0]
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if transformed():
         return Transformed.apply(*args)[0]
     if (
         torch.compiler.is_compiling()

@@ -16,6 +16,7 @@ from adatom.ops.linear.reference import gradient, gradient_gradient, value
 from adatom.ops.moe.problem import Inputs, Options, inverse_of, present, problem
 from adatom.ops.moe.torch_grouped import grouped, outer
 from adatom.registry import choose, load
+from adatom.signature import transformed
 
 Tensor = torch.Tensor
 _CALL = "Tensor x, Tensor weights, Tensor indices, Tensor w_gate_up, Tensor w_down, str activation, str? backend"
@@ -190,8 +191,7 @@ def _differentiable(name: str, formula: Any, setup: Any) -> Any:
     function: Any = type(name, (torch.autograd.Function,), {**methods, "generate_vmap_rule": True})
 
     def call(*args: Any) -> Any:
-        transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-        return function.apply(*args) if transformed else operator(*args)
+        return function.apply(*args) if transformed() else operator(*args)
 
     return call
 
