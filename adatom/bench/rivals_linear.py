@@ -36,12 +36,14 @@ def _plain(name: str | None, x: Tensor, weight: Tensor, bias: Tensor | None = No
     return _activation(F.linear(x, weight, bias), name)
 
 
+def _products(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
+    """Those of a gated layer; one weight for both is multiplied once."""
+    return F.linear(x, gate).chunk(2, -1) if up is None else (F.linear(x, gate), F.linear(x, up))
+
+
 def _gated(name: str | None, x: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The gated layer by PyTorch's functions; one weight for both products is multiplied once."""
-    if up is None:
-        z, y = F.linear(x, gate).chunk(2, -1)
-    else:
-        z, y = F.linear(x, gate), F.linear(x, up)
+    """The gated layer by PyTorch's functions."""
+    z, y = _products(x, gate, up)
     return _activation(z, name) * y
 
 
@@ -99,8 +101,7 @@ def _liger(case: Case, given: dict[str, Any]) -> Call:
     gate = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
 
     def call(x: Tensor, w_gate: Tensor, w_up: Tensor | None = None) -> Tensor:
-        both = F.linear(x, w_gate).chunk(2, -1) if w_up is None else (F.linear(x, w_gate), F.linear(x, w_up))
-        return gate.apply(*both)
+        return gate.apply(*_products(x, w_gate, w_up))
 
     return call
 
