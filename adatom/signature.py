@@ -18,8 +18,8 @@ def transformed() -> bool:
     NotImplementedError: torch.compile then runs the region uncompiled, but for fullgraph=True."""
     active = bool(torch._C._are_functorch_transforms_active())
     if active and torch.compiler.is_compiling():
-        raise NotImplementedError("no torch.func transform inside a compiled region: compile the rest, or take there "
-                                  "torch.autograd.grad with torch._dynamo.config.trace_autograd_ops = True")  # fmt: skip
+        raise NotImplementedError("no torch.func transform inside a compiled region: compile the rest, or take "
+                                  "autograd.grad there under torch._dynamo.config.trace_autograd_ops")  # fmt: skip
     return active
 
 
