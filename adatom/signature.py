@@ -23,18 +23,23 @@ def transformed() -> bool:
     return active
 
 
-def watched() -> bool:
-    """Whether eager calls go the long way: they are traced, profiled, transformed, cast, or have tangents."""
-    return bool(
+def overseen() -> int:
+    """Whether eager calls go the long way for what no dispatch key tells: compilers, modes, profilers, tangents."""
+    return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
-        or torch._C._is_any_autocast_enabled()
         or forward_ad._current_level >= 0
     )
+
+
+def watched() -> bool:
+    """Whether eager calls go the long way: they are traced, profiled, transformed, cast, or have tangents."""
+    if overseen():
+        return True
+    changed = torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled()
+    return bool(changed or torch._C._get_tracing_state() is not None)
 
 
 def signature(args: tuple[Any, ...], cpu: bool = False) -> tuple[Any, ...] | None:
@@ -44,9 +49,7 @@ def signature(args: tuple[Any, ...], cpu: bool = False) -> tuple[Any, ...] | Non
     machine = None
     try:
         for x in args:
-            if x is None:
-                key.append(None)
-            elif type(x) in PLAIN:
+            if type(x) in PLAIN:
                 address = x.data_ptr()
                 if x.is_cuda:
                     where: Any = x.get_device()
@@ -57,10 +60,10 @@ def signature(args: tuple[Any, ...], cpu: bool = False) -> tuple[Any, ...] | Non
                 if x.is_neg() or not address and x.numel():  # zeros without storage
                     return None
                 key += x.shape, x.stride(), x.dtype, where, address & 15
-            elif isinstance(x, torch.Tensor):
-                return None
-            else:
+            elif x is None or not isinstance(x, torch.Tensor):
                 key.append(x)
+            else:
+                return None
     except RuntimeError:  # a dead wrapper of functorch has no address
         return None
     return tuple(key)

@@ -84,6 +84,7 @@ def short(monkeypatch):
     monkeypatch.setattr(signature, "ANY_DEVICE", True)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_latest", {})
 
 
 def test_a_cpu_takes_the_short_way_and_still_looks_at_lengths(monkeypatch):
@@ -122,11 +123,11 @@ def test_what_others_look_on_goes_the_long_way(short):
         pass
 
     q = torch.randn(1, 2, 8, 16)
-    planned = lambda *a: api._planned((*a, None, None, None), (False, *[None] * 4), None, False)  # noqa: E731
+    planned = lambda *a: api._planned((*a, None, None, None), (False, *[None] * 5, False))  # noqa: E731
     assert planned(q, q, q) is not None
     assert planned(q, q, q.as_subclass(Mine)) is None
     assert planned(torch._neg_view(q), q, q) is None
-    assert api._planned((q, q, q, None, None, None), (False, [1, 2], None, None, None), None, False) is None
+    assert api._planned((q, q, q, None, None, None), (False, [1, 2], *[None] * 4, False)) is None
     assert planned(q.transpose(2, 3).contiguous().transpose(2, 3), q, q) is None  # would be copied
     seen = []
     torch.func.vmap(lambda x: seen.append(planned(x, x, x)) or x)(q[None])
@@ -140,6 +141,94 @@ def test_what_others_look_on_goes_the_long_way(short):
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert seen == [None] * 4
+
+
+@pytest.fixture
+def gpu(short, monkeypatch):
+    """CPU tensors count as those of the current GPU, whose calls are compared with the latest."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+
+OPTIONS = (False, *[None] * 5, False)
+
+
+def test_tensors_like_the_latest_take_its_plan(gpu, monkeypatch):
+    q, k, v, bias = (torch.randn(1, 2, 8, n) for n in (16, 16, 16, 8))
+    sinks = torch.randn(2)
+    again = lambda *a, o=OPTIONS: api._again((*a, *[None] * (6 - len(a))), o)  # noqa: E731
+    assert again(q, k, v) is None
+    want = adatom.attention(q, k, v)
+    with_bias, with_sinks = adatom.attention(q, k, v, bias=bias), adatom.attention(q, k, v, sinks=sinks)
+    plan = again(q, k, v)[0]
+    assert again(*(x.clone() for x in (q, k, v)))[0] is plan
+    others = again(q, k, v, bias)[0], again(q, k, v, None, sinks)[0]
+    assert len({plan, *others}) == 3
+    assert again(q, k, v, bias, sinks) is None
+    monkeypatch.setattr(api, "_planned", None)
+    assert torch.equal(adatom.attention(q, k, v), want)
+    assert torch.equal(adatom.attention(q, k, v, bias=bias), with_bias)
+    assert torch.equal(adatom.attention(q, k, v, sinks=sinks), with_sinks)
+    rows = adatom.attention(*(x[:, None] for x in (q, k, v)))
+    assert torch.equal(rows, want[:, None])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)  # another device is current
+    assert torch.equal(adatom.attention(q, k, v), want)
+
+
+def test_what_differs_from_the_latest_is_looked_up(gpu):
+    class Mine(torch.Tensor):
+        pass
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    adatom.attention(q, k, v)
+    odd = torch.empty(2 * 8 * 16 + 1)[1:].view(1, 2, 8, 16)  # not aligned to 16 bytes
+    again = lambda *a, o=OPTIONS: api._again((*a, None, None, None), o)  # noqa: E731
+    assert again(q, k, v) is not None
+    differ = [
+        q[:, :1], q.double(), q.transpose(1, 2).contiguous().transpose(1, 2), odd, q.clone().requires_grad_(),
+        q.as_subclass(Mine), torch.nn.Parameter(q), torch._neg_view(q), q.to("meta"),
+        torch._efficientzerotensor(q.shape), q[0], None, "q",
+    ]  # fmt: skip
+    assert [again(x, k, v) for x in differ] == [again(q, k, x) for x in differ] == [None] * len(differ)
+    assert again(q, k, v, o=(True, *OPTIONS[1:])) is again(q, k, v, o=(False, [1, 2], *OPTIONS[2:])) is None
+    seen = []
+    torch.func.vmap(lambda x: seen.append((again(x, k, v), again(q, k, v))) or x)(q[None])
+    torch.func.grad(lambda x: seen.append((again(x, k, v), again(q, k, v))) or x.sum())(q)
+    before = torch.are_deterministic_algorithms_enabled()
+    contexts = [
+        torch.autograd.forward_ad.dual_level(), torch._subclasses.fake_tensor.FakeTensorMode(), torch.autocast("cpu"),
+        Mode(), torch.autograd.profiler.profile(), torch.inference_mode(),
+    ]  # fmt: skip
+    for context in contexts:
+        with context:
+            seen.append((again(q, k, v), None))
+    torch.use_deterministic_algorithms(not before)
+    try:
+        seen.append((again(q, k, v), None))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert seen == [(None, None)] * 9
+    assert again(q, k, v) is not None
+
+
+def test_gradients_of_a_call_like_the_latest(gpu):
+    q, k, v, bias = (torch.randn(1, 2, 8, n, requires_grad=True) for n in (16, 16, 16, 8))
+    sinks = torch.randn(2, requires_grad=True)
+    for given, tensors in (({}, (q, k, v)), ({"bias": bias, "sinks": sinks}, (q, k, v, bias, sinks))):
+        want = adatom.attention(q, k, v, backend="reference", **given)
+        wanted = torch.autograd.grad(want.sin().sum(), tensors)
+        for _ in range(2):
+            out = adatom.attention(q, k, v, **given)
+            assert "Planned" in type(out.grad_fn).__name__
+            for a, b in zip(torch.autograd.grad(out.sin().sum(), tensors), wanted):
+                assert torch.allclose(a, b, atol=1e-5)
+        with torch.no_grad():
+            assert adatom.attention(q, k, v, **given).grad_fn is None
+        (second,) = torch.autograd.grad(adatom.attention(q, k, v, **given).sin().sum(), q, create_graph=True)
+        assert second.requires_grad
 
 
 def test_a_remembered_backward_takes_cotangents_of_any_kind(short):
@@ -211,6 +300,7 @@ def test_memory_of_calls_is_bounded(short, monkeypatch):
         adatom.attention(*[torch.randn(1, 1, n, 8)] * 3)
     assert len(api._plans) == 19
     api._plans.update(dict.fromkeys(range(5000)))
+    api._latest.update(dict.fromkeys(range(5000)))
     op._ready.update(dict.fromkeys(range(5000)))
     adatom.attention(*[torch.randn(1, 1, 30, 8)] * 3)
-    assert len(api._plans) == len(op._ready) == 1
+    assert len(api._plans) == len(op._ready) == 1 and not api._latest

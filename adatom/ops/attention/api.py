@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
@@ -21,7 +22,7 @@ from adatom.ops.attention.op import (
     ready,
 )
 from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
-from adatom.signature import signature, transformed, watched
+from adatom.signature import overseen, signature, transformed, watched
 from adatom.tiles.first import together
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -87,19 +88,22 @@ def attention(
     Source: Vaswani et al., arXiv:1706.03762; tiling after Dao, arXiv:2307.08691; second derivative:
     docs/double_backward.md.
     """
-    rows = q.shape[:2] if isinstance(q, torch.Tensor) and q.dim() == 5 else None
-    if rows is not None:
-        q, k, v, bias, kv_lens = _without_rows(q, k, v, bias, kv_lens)
-    plan = _planned((q, k, v, bias, sinks, kv_lens), (causal, window, softcap, scale, precision), backend, return_lse)
-    if plan is not None:
-        results = plan.call(q, k, v, bias, sinks, kv_lens)
-    else:
+    tensors = q, k, v, bias, sinks, kv_lens
+    options = causal, window, softcap, scale, precision, backend, return_lse
+    found = _again(tensors, options)
+    if found is None:
+        if isinstance(q, torch.Tensor) and q.dim() == 5:
+            return _of_rows(tensors, options)
+        found = _planned(tensors, options)
+    if found is None:
         x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
-        out, lse = _call(x, o, backend)
-        results = (out, lse) if return_lse else out
-    if rows is None:
-        return results
-    return tuple(r.unflatten(0, rows) for r in results) if return_lse else results.unflatten(0, rows)
+        results = _call(x, o, backend)
+    else:
+        plan, wanted, _ = found
+        if wanted and torch.is_grad_enabled():
+            return apply_planned(plan, *tensors[: plan.given])
+        results = plan(*tensors[: plan.given])
+    return results if return_lse else results[0]
 
 
 def attention_varlen(
@@ -181,72 +185,101 @@ def _call(x: Inputs, o: Options, backend: str | None) -> Any:
 
 class _Plan:
     """A call that was checked before: its options, launcher and memo. Python's way to the GPU is long; this is the
-    short one, past argument checks, PyTorch's dispatcher and the choice of a kernel; to a CPU's too."""
+    short one, past argument checks, PyTorch's dispatcher and the choice of a kernel; to a CPU's too. given: how many
+    of q, k, v, bias, sinks and kv_lens it takes, 3 or 6."""
 
     def __init__(self, key: Any, x: Inputs, o: Options, backend: str | None, return_lse: bool) -> None:
         self.o, self.options, self.return_lse = o, (*o, backend), return_lse
         self.launch, self.memo = ready(("attention", key), "attention_fwd", x, o, backend, False)
+        self.device = x.q.get_device()
+        self.given = 3 if x.bias is x.sinks is x.kv_lens is None else 6
+        self.absent = (None,) * (len(x) - self.given)
 
-    def call(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        kv_lens: torch.Tensor | None,
-    ) -> Any:
-        """`attention` of these, differentiable if one of them wants it."""
-        if torch.is_grad_enabled() and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or bias is not None
-            and bias.requires_grad
-            or sinks is not None
-            and sinks.requires_grad
-        ):
-            return apply_planned(self, q, k, v, bias, sinks, kv_lens)
-        results = self(q, k, v, bias, sinks, kv_lens)
-        return results if self.return_lse else results[0]
-
-    def __call__(self, q: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    def __call__(self, *tensors: torch.Tensor | None) -> Any:
         """(out, lse)."""
-        x = Remembered.of((q, *others, None, None), self.memo)
+        x = tuple.__new__(Remembered, tensors + self.absent)
+        x.memo = self.memo
         if not self.memo:
             self.memo["called"] = True
-            return on_device(together, q, self.launch, x, self.o)
-        return on_device(self.launch, q, x, self.o)
+            return on_device(together, x.q, self.launch, x, self.o)
+        if self.device < 0 or self.device == torch._C._cuda_getDevice():
+            return self.launch(x, self.o)
+        return on_device(self.launch, x.q, x, self.o)
 
 
+_Found = tuple[_Plan, bool, Any]  # a plan, whether a tensor requires a gradient, and what compares tensors with those
 _plans: dict[Any, _Plan] = {}
+_latest: dict[Any, _Found] = {}  # by shapes and options
 
 
-def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, return_lse: bool) -> _Plan | None:
-    """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision); None
-    for those that are traced, profiled, transformed, cast or copied, and for kv_lens on a CPU, which are looked at."""
+def _again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
+    """The plan of the latest call of these shapes and options on a GPU, if its tensors were like these: PyTorch
+    compares them at once, with the keys of its dispatcher, which tell most of what `watched` looks for."""
+    if overseen():
+        return None
+    q, k, v, bias, sinks, kv_lens = tensors
+    try:
+        found = _latest.get(_outline(q, k, bias, sinks, kv_lens, options))
+    except (AttributeError, TypeError):  # not tensors; a list among the options
+        return None
+    if found is None:
+        return None
+    if bias is sinks is kv_lens is None:
+        same = found[2](q, k, v) and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    else:
+        given = [t for t in tensors if t is not None]
+        same = found[2](*given) and not any(t.data_ptr() & 15 for t in given)
+    return found if same else None
+
+
+def _outline(q: Any, k: Any, bias: Any, sinks: Any, kv_lens: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `_latest` goes by."""
+    exact = torch._C._get_deterministic_algorithms()
+    return q.shape, k.shape, bias is None, sinks is None, kv_lens is None, options, exact
+
+
+def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
+    """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision,
+    backend, return_lse); None for those that are traced, profiled, transformed, cast or copied, and for kv_lens on a
+    CPU, which are looked at."""
     if watched():
         return None
-    key = signature(tensors, cpu=tensors[5] is None)
+    q, k, v, bias, sinks, kv_lens = tensors
+    key = signature(tensors, cpu=kv_lens is None)
     if key is None:
         return None
     try:
-        plan = _plans.get((key, options, backend, return_lse))
+        plan = _plans.get((key, options))
     except TypeError:  # a list among the options
         return None
     if plan is None:
         if any(isinstance(option, torch.Tensor) for option in options):
             return None  # its value is not in the key
-        q, k, v, bias, sinks, kv_lens = tensors
-        causal, window, softcap, scale, precision = options
+        causal, window, softcap, scale, precision, backend, return_lse = options
         x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
         if any(a is not b for a, b in zip(x, tensors)):
             return None
         if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
             _plans.clear()
-        made = _Plan((key, options, backend), x, o, backend, return_lse)
-        plan = _plans[key, options, backend, return_lse] = made
-    return plan
+            _latest.clear()
+        plan = _plans[key, options] = _Plan((key, options[:-1]), x, o, backend, return_lse)
+    given = [t for t in tensors if t is not None]
+    wanted = any(t.requires_grad for t in given)
+    if plan.device >= 0 and not any(t.data_ptr() & 15 for t in given):
+        alike = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if alike(*given):  # it takes no tensor twice
+            _latest[_outline(q, k, bias, sinks, kv_lens, options)] = plan, wanted, alike
+    return plan, wanted, None
+
+
+def _of_rows(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """`attention` of 5-D tensors."""
+    q, k, v, bias, sinks, kv_lens = tensors
+    rows = q.shape[:2]
+    q, k, v, bias, kv_lens = _without_rows(q, k, v, bias, kv_lens)
+    names = ("causal", "window", "softcap", "scale", "precision", "backend", "return_lse")
+    results: Any = attention(q, k, v, bias=bias, sinks=sinks, kv_lens=kv_lens, **dict(zip(names, options)))
+    return tuple(r.unflatten(0, rows) for r in results) if options[-1] else results.unflatten(0, rows)
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -184,7 +184,7 @@ class Attention(Function):
 
 
 class PlannedAttention(Function):
-    """(plan, q, k, v, bias, sinks, kv_lens) -> out, or (out, lse) if plan.return_lse.
+    """(plan, q, k, v[, bias, sinks, kv_lens]) -> out, or (out, lse) if plan.return_lse.
 
     Attention for eager mode, where the host's time counts. plan computes (out, lse) of these tensors.
     """
@@ -192,7 +192,7 @@ class PlannedAttention(Function):
     @staticmethod
     def forward(ctx: Any, plan: Any, *tensors: Any) -> Any:
         out, lse = plan(*tensors)
-        ctx.save_for_backward(*tensors, None, None, out, lse)
+        ctx.save_for_backward(*tensors, *plan.absent, out, lse)
         ctx.options = plan.options
         ctx.set_materialize_grads(False)
         return (out, lse) if plan.return_lse else out
@@ -204,7 +204,8 @@ class PlannedAttention(Function):
             differentiate = partial(apply, AttentionBackward)
         elif not watched() and signature((dout, dlse), cpu=True) is not None:
             differentiate = _grads  # past the dispatcher
-        return None, *_backward_of_attention(ctx, dout, dlse, differentiate, 1)[:6]
+        grads = _backward_of_attention(ctx, dout, dlse, differentiate, 1)
+        return None, *grads[: len(ctx.needs_input_grad) - 1]
 
 
 def _further() -> bool:
@@ -233,7 +234,7 @@ def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, f
         return (None,) * _N_INPUTS + nothing
     if dout is None:
         dout = torch.zeros_like(out)
-    bias_grad = ctx.needs_input_grad[first + 3]
+    bias_grad = inputs[3] is not None and ctx.needs_input_grad[first + 3]
     if _further():
         out, lse = out.detach(), lse.detach()
     grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, bias_grad)
@@ -243,7 +244,7 @@ def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, f
         dk,
         dv,
         dbias if bias_grad else None,
-        dsinks if ctx.needs_input_grad[first + 4] else None,
+        dsinks if inputs[4] is not None and ctx.needs_input_grad[first + 4] else None,
         None,
         None,
         None,
