@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import adatom
 import adatom.nn
@@ -200,6 +202,19 @@ def test_meta_tensors_give_shapes():
     assert out.shape == (2, 4, 5, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 5)
     out.sum().backward()
     assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_without_values(packed):
+    """Of fake tensors, and of those that FX follows: there is nothing to check."""
+
+    def call(x, n):
+        return adatom.attention_varlen(x, x, x, n, n) if packed else adatom.attention(x, x, x, kv_lens=n)
+
+    x, n = torch.randn(9, 2, 4) if packed else torch.randn(3, 2, 9, 4), torch.tensor([0, 5, 9])
+    with FakeTensorMode() as fake:
+        assert call(fake.from_tensor(x), fake.from_tensor(n)).shape == x.shape
+    torch.testing.assert_close(make_fx(call)(x, n)(x, n), call(x, n))
 
 
 def test_autocast_as_sdpa():

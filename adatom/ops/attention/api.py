@@ -369,8 +369,9 @@ def _checked_varlen(
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Whether the host may look at the numbers in x: on a CPU, neither traced nor one of many under vmap."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch._C._functorch.is_batchedtensor(x)
+    """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not torch.Tensor
+    return x.device.type == "cpu" and not traced and not torch._C._functorch.is_batchedtensor(x)
 
 
 def _check_common(
