@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import adatom
 import adatom.nn
+from adatom.compat.flash_attn import flash_attn_varlen_func
 from adatom.ops.attention import op
 from adatom.ops.attention.api import inputs_of
 
@@ -162,6 +163,15 @@ def test_compile_with_dynamic_lengths():
         torch.testing.assert_close(compiled(q, k), adatom.attention(q, k, k, causal=True))
 
 
+def test_an_exported_window_takes_any_length():
+    """Also those that it is wider than."""
+    layer, lengths = adatom.nn.Attention(16, 2, causal=True, window=(4, None)), torch.export.Dim("lengths")
+    program = torch.export.export(layer, (torch.randn(2, 9, 16),), dynamic_shapes=({1: lengths},)).module()
+    for seqlen in (3, 20):
+        x = torch.randn(2, seqlen, 16)
+        torch.testing.assert_close(program(x), layer(x))
+
+
 def test_compile_with_options_that_change():
     """A scale that differs from call to call becomes a symbol."""
     torch.compiler.reset()
@@ -209,7 +219,7 @@ def test_lengths_without_values(packed):
     """Of fake tensors, and of those that FX follows: there is nothing to check."""
 
     def call(x, n):
-        return adatom.attention_varlen(x, x, x, n, n) if packed else adatom.attention(x, x, x, kv_lens=n)
+        return flash_attn_varlen_func(x, x, x, n, n, 9, 9) if packed else adatom.attention(x, x, x, kv_lens=n)
 
     x, n = torch.randn(9, 2, 4) if packed else torch.randn(3, 2, 9, 4), torch.tensor([0, 5, 9])
     with FakeTensorMode() as fake:

@@ -320,10 +320,11 @@ def _checked(
             if low < 0 or high > seqlen_k:
                 require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
     o = _options(head_dim, causal, window, softcap, scale, precision)
-    if o.window_left >= seqlen_k - 1:  # an edge that cuts nothing, but would cost time
-        o = o._replace(window_left=-1)
-    if o.window_right >= seqlen_q - 1:
-        o = o._replace(window_right=-1)
+    if not torch.compiler.is_exporting():  # an edge that cuts nothing would cost time, but a program is for all lengths
+        if o.window_left >= seqlen_k - 1:
+            o = o._replace(window_left=-1)
+        if o.window_right >= seqlen_q - 1:
+            o = o._replace(window_right=-1)
     return Inputs(_rows(q), _rows(k), _rows(v), bias, sinks, kv_lens), o
 
 
