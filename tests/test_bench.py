@@ -391,6 +391,8 @@ def test_a_backend_that_cannot_run_fails_in_words(small_cases: None, cheap: None
         (("--device", "tpu"), "tpu"),
         (("nonsense",), "no op 'nonsense'"),
         (("--plot", "plot.pdf"), ".svg or .png"),
+        (("--tables", str(Path(__file__))), "holds no results"),
+        (("--record", str(Path(__file__)), "norm"), "holds no results"),
     ],
 )
 def test_bad_arguments_exit_with_2(arguments: tuple[str, ...], says: str) -> None:
@@ -484,7 +486,7 @@ def test_a_contender_that_failed_one_pass_has_no_whole_step() -> None:
 
 
 def test_plots_are_written_in_both_formats(tmp_path: Path) -> None:
-    for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
+    for name, start in (("new/a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
         report.plot(RECORD, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
 

@@ -238,14 +238,16 @@ def test_forward_mode_carries_tangents():
     torch.testing.assert_close(got, torch.func.jvp(lambda x: plain(x, *given[1:]), given[:1], tangents[:1])[1])
 
 
-def test_transforms():
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:There is a performance drop")  # of vmap
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_transforms(capacity):
     """vmap, and torch.func.grad twice, give what autograd gives."""
     torch.manual_seed(0)
     x, logits = torch.randn(3, 4, 8, dtype=F64), torch.randn(3, 4, 5, dtype=F64)
     up, down = torch.randn(5, 6, 8, dtype=F64), torch.randn(5, 8, 3, dtype=F64)
 
     def out(x, logits, up=up):
-        return adatom.moe(x, logits, up, down, top_k=2)
+        return adatom.moe(x, logits, up, down, top_k=2, capacity=capacity)
 
     def loss(x, logits, up):
         return out(x, logits, up).square().sum()

@@ -208,8 +208,10 @@ def test_transforms(norm):
 
     each = torch.func.vmap(torch.func.grad(loss))(x)
     torch.testing.assert_close(each, torch.stack([torch.func.grad(loss)(one) for one in x]))
-    hessian = torch.func.hessian(loss)(x[0, 0])
-    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(loss, x[0, 0]))
+    for of, at in ((loss, x[0, 0]), (loss, x[0]), (lambda w: norm(x[0], w, *b).square().sum(), w)):
+        for vectorize in (False, True):
+            hessian = torch.autograd.functional.hessian(of, at, vectorize=vectorize)
+            torch.testing.assert_close(hessian, torch.func.hessian(of)(at))
 
 
 @pytest.mark.parametrize("norm", NORMS)

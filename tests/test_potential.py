@@ -101,6 +101,18 @@ def test_unknown_elements_are_refused(model):
         predict(model, (np.array([26]), np.zeros((1, 3)), None))
 
 
+@pytest.mark.parametrize("where", ["nothing", "positions", "cell"])
+def test_what_is_not_there_is_refused(model, where):
+    """Atoms at NaN have no neighbours, so that dynamics which fell apart would look well."""
+    numbers, x, cell = salt()
+    if where == "nothing":
+        numbers, x = numbers[:0], x[:0]
+    else:
+        {"positions": x, "cell": cell}[where][0, 0] = np.nan
+    with pytest.raises(ValueError, match="atoms, at finite positions"):
+        predict(model, (numbers, x, cell))
+
+
 # Derivatives ---------------------------------------------------------------------------------------------------------
 
 

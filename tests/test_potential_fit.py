@@ -146,6 +146,9 @@ def test_training_script(tmp_path, monkeypatch, data):
     result = CliRunner().invoke(app, ["--resume", str(out / "checkpoint.pt"), "--out", str(out), "--device", "cpu"])
     assert result.exit_code == 0 and "4 steps" in result.output
     assert CliRunner().invoke(app, ["--mode", "huge"]).exit_code == 2
+    assert CliRunner().invoke(app, ["--resume", str(tmp_path / "nothing.pt")]).exit_code == 2
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in CliRunner().invoke(app, ["--device", "cuda"]).output
 
 
 def test_measuring_script(tmp_path):

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import adatom
 import adatom.nn
+from adatom.compat.flash_attn import flash_attn_varlen_func
 from adatom.ops.attention import op
 from adatom.ops.attention.api import inputs_of
 
@@ -160,6 +163,15 @@ def test_compile_with_dynamic_lengths():
         torch.testing.assert_close(compiled(q, k), adatom.attention(q, k, k, causal=True))
 
 
+def test_an_exported_window_takes_any_length():
+    """Also those that it is wider than."""
+    layer, lengths = adatom.nn.Attention(16, 2, causal=True, window=(4, None)), torch.export.Dim("lengths")
+    program = torch.export.export(layer, (torch.randn(2, 9, 16),), dynamic_shapes=({1: lengths},)).module()
+    for seqlen in (3, 20):
+        x = torch.randn(2, seqlen, 16)
+        torch.testing.assert_close(program(x), layer(x))
+
+
 def test_compile_with_options_that_change():
     """A scale that differs from call to call becomes a symbol."""
     torch.compiler.reset()
@@ -200,6 +212,19 @@ def test_meta_tensors_give_shapes():
     assert out.shape == (2, 4, 5, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 5)
     out.sum().backward()
     assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_without_values(packed):
+    """Of fake tensors, and of those that FX follows: there is nothing to check."""
+
+    def call(x, n):
+        return flash_attn_varlen_func(x, x, x, n, n, 9, 9) if packed else adatom.attention(x, x, x, kv_lens=n)
+
+    x, n = torch.randn(9, 2, 4) if packed else torch.randn(3, 2, 9, 4), torch.tensor([0, 5, 9])
+    with FakeTensorMode() as fake:
+        assert call(fake.from_tensor(x), fake.from_tensor(n)).shape == x.shape
+    torch.testing.assert_close(make_fx(call)(x, n)(x, n), call(x, n))
 
 
 def test_autocast_as_sdpa():

@@ -158,6 +158,16 @@ def test_as_scaled_dot_product_attention(masked: str, kv_heads: int, backend: st
     )
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-60])
+def test_a_causal_mask_under_a_scale_that_is_not_positive(scale: float) -> None:
+    """PyTorch's own kernel, which scales after it masks, gives NaN."""
+    q, k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3))
+    out, expected = (adatom.attention(q, k, v, causal=True, scale=scale, backend=b) for b in (None, "reference"))
+    torch.testing.assert_close(out, expected)
+    got, want = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("heads_inside", [True, False])
 @pytest.mark.parametrize(

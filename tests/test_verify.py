@@ -280,6 +280,7 @@ def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):
         (["--window", "3"], "2 integers"),
         (["--precision", "fp8"], "one of"),
         (["--varlen", "--bias", "bhqk"], "take no bias"),
+        (["--varlen", "--kv-lens"], "no padding for --kv-lens"),
         (["--record", "evidence.json"], "evidence takes a GPU"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -60,7 +60,7 @@ def command(
     """
     console = Console()
     if from_file is not None:
-        typer.echo(tables(json.loads(from_file.read_text())), nl=False)
+        typer.echo(tables(_results(from_file)), nl=False)
         return
     try:
         if op is not None and op not in (*PASSES, "science"):
@@ -89,7 +89,7 @@ def command(
         console.print(line, style="dim", highlight=False, soft_wrap=True)
     began = time.monotonic()
     by_name = rivals not in ("all", "none")
-    old = json.loads(record.read_text()) if record is not None and record.exists() else None
+    old = _results(record) if record is not None and record.exists() else None
 
     def save(result: dict[str, Any]) -> None:
         whole = result if old is None else run.merged(old, result)
@@ -208,6 +208,17 @@ def _tune(console: Console, keys: list[tuning.Key], where: torch.device, budget:
     missing = [str(key) for key in keys if key not in [f.key for f in found]]
     if missing:
         console.print(f"[yellow]not tuned, {budget:.0f} s were up (--budget): {', '.join(missing)}[/]")
+
+
+def _results(file: Path) -> dict[str, Any]:
+    """What --record wrote to a file; BadParameter for a file that holds anything else."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        found = {}
+    if "entries" not in found or "ceilings" not in found:
+        raise typer.BadParameter(f"{file} holds no results of `adatom bench --record`")
+    return found
 
 
 def _write(record: dict[str, Any], file: Path | None) -> None:

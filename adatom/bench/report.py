@@ -214,6 +214,7 @@ def plot(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     timed = [e for e in record["entries"] if "ms" in e]
     contenders = _unique(e["contender"] for e in timed)
     colours = {c: pyplot.get_cmap("tab10")(i % 10) for i, c in enumerate(contenders)}

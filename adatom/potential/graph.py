@@ -113,6 +113,8 @@ def graph(
     parts = []
     for numbers, x, cell in structures:
         x, cell = np.asarray(x, float), None if cell is None else np.asarray(cell, float)
+        if not len(x) or not all(np.isfinite(t).all() for t in (x, cell) if t is not None):
+            raise ValueError("expected atoms, at finite positions in a finite cell")
         if unknown := set(map(int, numbers)) - set(index):
             raise ValueError(f"elements {sorted(elements)} are known; got atomic numbers {sorted(unknown)}")
         i, j, shift = pairs(x, cell, cutoff)

@@ -55,7 +55,7 @@ def dynamics(atoms: Atoms, kelvin: float, femtoseconds: float, steps: int, seed:
 
 
 def main(
-    checkpoint: Path,
+    checkpoint: Annotated[Path, typer.Argument(exists=True)],
     kelvin: float = 300.0,
     femtoseconds: float = 2.0,
     steps: int = 500,

@@ -1,7 +1,7 @@
 """Train the potential and show what it learned.
 
 python train.py                # small: under a minute on a CPU
-python train.py --mode full    # a few minutes on a GPU
+python train.py --mode full    # all eight elements; for a GPU
 python train.py --resume runs/full/checkpoint.pt
 """
 
@@ -83,7 +83,7 @@ def main(
     steps: Annotated[int | None, typer.Option(help="Instead of the mode's.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Train for so long instead of the mode's time.")] = None,
     seed: int = 0,
-    resume: Annotated[Path | None, typer.Option(help="A checkpoint to go on from.")] = None,
+    resume: Annotated[Path | None, typer.Option(exists=True, help="A checkpoint to go on from.")] = None,
     reference: Annotated[bool, typer.Option(help="PyTorch's dense attention instead of adatom's.")] = False,
 ) -> None:
     """Fit energies, forces and stresses, and report errors on what was held out."""
@@ -92,6 +92,8 @@ def main(
         raise typer.BadParameter(f"modes are {', '.join(MODES)}; got {mode}")
     plan, options = MODES[mode]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("PyTorch sees no CUDA device")
     out = out or Path("runs") / mode
     torch.manual_seed(seed)
     state = None

@@ -353,10 +353,11 @@ def _checked(
             if low < 0 or high > seqlen_k:
                 require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
     o = _options(head_dim, causal, window, softcap, scale, precision)
-    if o.window_left >= seqlen_k - 1:  # an edge that cuts nothing, but would cost time
-        o = o._replace(window_left=-1)
-    if o.window_right >= seqlen_q - 1:
-        o = o._replace(window_right=-1)
+    if not torch.compiler.is_exporting():  # an edge that cuts nothing would cost time, but a program is for all lengths
+        if o.window_left >= seqlen_k - 1:
+            o = o._replace(window_left=-1)
+        if o.window_right >= seqlen_q - 1:
+            o = o._replace(window_right=-1)
     return Inputs(_rows(q), _rows(k), _rows(v), bias, sinks, kv_lens), o
 
 
@@ -402,8 +403,9 @@ def _checked_varlen(
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Whether the host may look at the numbers in x: on a CPU, neither traced nor one of many under vmap."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch._C._functorch.is_batchedtensor(x)
+    """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not torch.Tensor
+    return x.device.type == "cpu" and not traced and not torch._C._functorch.is_batchedtensor(x)
 
 
 def _check_common(

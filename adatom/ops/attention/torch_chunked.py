@@ -43,7 +43,9 @@ def _plain(x: Inputs, o: Options) -> bool:
     q, k, v, bias = x.q, x.k, x.v, x.bias
     if q.device.type != "cpu" or x.sinks is not None or x.kv_lens is not None or o.softcap > 0:
         return False
-    if o.window_left >= 0 or o.window_right >= 0 or (o.causal and 1 < q.shape[2] != k.shape[2]):
+    if o.window_left >= 0 or o.window_right >= 0:
+        return False
+    if o.causal and q.shape[2] > 1 and (q.shape[2] != k.shape[2] or o.scale < 1e-30):  # it scales the -inf that hide
         return False
     if bias is not None and bias.dtype != q.dtype and (q.dtype != torch.float32 or bias.dtype != torch.bool):
         return False

@@ -255,8 +255,8 @@ def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     if bias and not (fits and len(bias) >= 4 and bias[4:] in ("", "-inf", "-bool", "-far", "-lowest")):
         hint = "four letters, bhqk or 1 to broadcast, then nothing, -inf, -bool, -far or -lowest: 1hqk, b11k-bool"
         raise ValueError(f"a bias is {hint}; not {bias!r}")
-    if bias and options.get("varlen"):
-        raise ValueError("packed sequences take no bias")
+    if options.get("varlen") and (bias or "kv_lens" in options):
+        raise ValueError("packed sequences take no bias, and have no padding for --kv-lens")
     if "window" in options:
         left, _, right = options["window"].partition(",")
         if not all(side.strip().lstrip("-").isdigit() for side in (left, right)):

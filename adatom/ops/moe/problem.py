@@ -110,4 +110,4 @@ def plan(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def inverse_of(order: Tensor) -> Tensor:
     """Where in `order` each pair is, int64."""
     places = torch.arange(order.shape[0], device=order.device)
-    return torch.empty_like(places).scatter_(0, order.long(), places)
+    return torch.empty_like(order, dtype=torch.int64).scatter_(0, order.long(), places)

@@ -34,7 +34,8 @@ def _centre(u: Tensor, v: Tensor, centred: bool) -> Tensor:
 
 
 def _sum_rows(v: Tensor) -> Tensor:
-    return v.flatten(0, -2).sum(0) if v.dim() > 1 else v.clone()  # the caller's gradient must not become a result
+    # a copy: the caller's gradient must not become a result
+    return v.sum(tuple(range(v.dim() - 1))) if v.dim() > 1 else v.clone()
 
 
 def normalised(h: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor | None]:
