@@ -276,7 +276,10 @@ BAD = {
     "softcap negative": ({"softcap": -1.0}, ValueError, "softcap > 0.*-1.0"),
     "softcap infinite": ({"softcap": math.inf}, ValueError, "finite softcap.*inf"),
     "softcap nan": ({"softcap": math.nan}, ValueError, "finite softcap.*nan"),
+    "softcap text": ({"softcap": "30"}, ValueError, "finite softcap.*'30'"),
     "scale": ({"scale": math.nan}, ValueError, "finite scale.*nan"),
+    "scale infinite": ({"scale": -math.inf}, ValueError, "finite scale.*-inf"),
+    "scale text": ({"scale": "0.1"}, ValueError, "finite scale.*'0.1'"),
     "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*precision='fp8'"),
     "backend": (
         {"backend": "cudnn"},

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from adatom.check import require
+from adatom.check import finite, require
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -436,7 +435,7 @@ def _options(
         left, right = (min(w, 2**30) if isinstance(w, int) else w for w in (left, right))  # kernels add to 32 bits
     if softcap is None:
         softcap = 0.0
-    elif not 0 <= softcap < math.inf:
+    elif not finite(softcap, 0):
         require(False, "a finite softcap > 0 (or None)", softcap=softcap)
     if precision is None:
         precision = "tf32x3"
@@ -444,7 +443,7 @@ def _options(
         require(False, f"precision to be one of {PRECISIONS}", precision=precision)
     if scale is None:
         scale = head_dim**-0.5
-    elif not -math.inf < scale < math.inf:
+    elif not finite(scale):
         require(False, "a finite scale", scale=scale)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 
