@@ -38,6 +38,8 @@ def triton(p: Problem) -> str | None:
     for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
+    if p.bias == "full" and p.seqlen_k > 2**24:
+        return "numbers the elements of a tile of a bias with 32 bits: takes up to 2^24 keys beside a full one"
     return None
 
 
