@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ def describe(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}{list(value.shape)} on {value.device}"
     return repr(value)
+
+
+def finite(value: Any, least: float = -math.inf) -> bool:
+    """Whether value is a number, neither infinite nor NaN, of at least `least`."""
+    try:
+        return bool(least <= value and -math.inf < value < math.inf)
+    except TypeError:
+        return False
 
 
 def require(condition: bool, expected: str, error: type[Exception] = ValueError, /, **given: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the operators of all ops share: where they launch, and their rule under vmap. Imports torch only."""
+"""What the operators of all ops share: where they launch, what stands for no result, their rules under torch.func."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from adatom.signature import transformed
 
 Tensor = torch.Tensor
 
@@ -16,6 +18,11 @@ def on_device(launch: Callable[..., Any], like: Tensor, *args: Any) -> Any:
         with torch.cuda.device(like.device):
             return launch(*args)
     return launch(*args)
+
+
+def absent(x: Tensor) -> Tensor:
+    """The placeholder operators return for a result that nobody asked for: no elements, x's dtype and device."""
+    return x.new_empty(0)
 
 
 def vmap_rule(name: str) -> Any:
@@ -33,3 +40,21 @@ def vmap_rule(name: str) -> Any:
         return results, (0,) * len(results)
 
     return rule
+
+
+def differentiable(library: torch.library.Library, name: str, formula: Any, setup: Any) -> Callable[..., Any]:
+    """Operator adatom::name with its gradient, `formula`, for which `setup` keeps what it needs; and vmap's rule.
+
+    For torch.func, which takes no operator's own formula, it is a Function.
+    """
+    operator = getattr(torch.ops.adatom, name).default
+    torch.library.register_autograd(f"adatom::{name}", formula, setup_context=setup, lib=library)
+    torch.library.register_vmap(f"adatom::{name}", vmap_rule(name), lib=library)
+    parts = {"forward": operator.__call__, "setup_context": setup, "backward": formula}
+    methods = {key: staticmethod(part) for key, part in parts.items()}
+    function: Any = type(name, (torch.autograd.Function,), {**methods, "generate_vmap_rule": True})
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args) if transformed() else operator(*args)
+
+    return call

@@ -153,8 +153,8 @@ def judge(trial: Any, op: str, results: Tensors) -> tuple[str, float, str]:
         whole, row = _errors(name, got, want, biggest)
         theirs = [_errors(name, other[name], want, biggest) for other in yardsticks]
         least = trial.least(name, want, biggest)
-        whole_allowed = 2 * max(e[0] for e in theirs if math.isfinite(e[0])) + least
-        row_allowed = 4 * max(e[1] for e in theirs if math.isfinite(e[1])) + 4 * least
+        whole_allowed = 2 * max((e[0] for e in theirs if math.isfinite(e[0])), default=0.0) + least
+        row_allowed = 4 * max((e[1] for e in theirs if math.isfinite(e[1])), default=0.0) + 4 * least
         ratio = max(whole / whole_allowed, row / row_allowed)
         if not ratio <= worst[1]:
             words = f"L2 error {whole:.2e} (allowed {whole_allowed:.2e}), worst row {row:.2e} ({row_allowed:.2e})"

@@ -65,7 +65,7 @@ def test_doctor_reports_this_machine() -> None:
     assert "attention on cpu: forward and backward within" in result.output
     assert "LLM prefill, bf16, causal, D128, GQA" in result.output
     if not torch.cuda.is_available():  # a line for each reason, not for each kernel
-        assert "not hopper_tile, hopper_deep, hopper: needs a CUDA device\n" in result.output
+        assert "not hopper_tile, hopper_deep, hopper_shared, hopper: needs a Hopper GPU (sm_90)\n" in result.output
 
 
 def test_doctor_in_json() -> None:

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import adatom
+from adatom.ops.attention import op
+from adatom.ops.attention.api import inputs_of
 
 F64 = torch.float64
 
@@ -276,7 +278,10 @@ BAD = {
     "softcap negative": ({"softcap": -1.0}, ValueError, "softcap > 0.*-1.0"),
     "softcap infinite": ({"softcap": math.inf}, ValueError, "finite softcap.*inf"),
     "softcap nan": ({"softcap": math.nan}, ValueError, "finite softcap.*nan"),
+    "softcap text": ({"softcap": "30"}, ValueError, "finite softcap.*'30'"),
     "scale": ({"scale": math.nan}, ValueError, "finite scale.*nan"),
+    "scale infinite": ({"scale": -math.inf}, ValueError, "finite scale.*-inf"),
+    "scale text": ({"scale": "0.1"}, ValueError, "finite scale.*'0.1'"),
     "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*precision='fp8'"),
     "backend": (
         {"backend": "cudnn"},
@@ -344,6 +349,36 @@ def test_a_window_of_bools_is_one_of_numbers():
     torch.testing.assert_close(got, want)
 
 
+def test_what_lies_far_apart_is_copied():
+    """Kernels number the elements of a tile with 32 bits: neither rows nor what a bias adds to them may lie so far."""
+    far = torch.zeros(2, 2**23, dtype=torch.bfloat16)
+    near = [torch.randn(1, 1, 2, 8).bfloat16() for _ in range(3)]
+    apart = [far.as_strided((1, 1, 2, 8), (0, 0, 2**22, 1), 8 * i).copy_(x) for i, x in enumerate(near)]
+    x = inputs_of(*apart)[0]
+    assert [t.stride(2) for t in x[:3]] == [8, 8, 8] and all(map(torch.equal, x[:3], near))
+    cu = torch.tensor([0, 2])
+    packed = [t[0].transpose(0, 1) for t in apart]
+    assert [t.stride(0) for t in inputs_of(*packed, cu, cu)[0][:3]] == [8, 8, 8]
+    just = far.as_strided((1, 1, 2, 8), (0, 0, 2**22 - 8, 1))
+    assert inputs_of(just, just, just)[0].q is just
+    wide = far.new_empty(2**24 + 8).as_strided((1, 1, 2, 2), (0, 0, 2**24, 1)).fill_(0.5)
+    assert inputs_of(*near, bias=wide)[0].bias.stride() == (4, 4, 2, 1)
+    alone = wide[:, :, :1]
+    assert inputs_of(*near, bias=alone)[0].bias is alone
+
+
+def test_cotangents_that_lie_far_apart_are_copied(monkeypatch):
+    launched = []
+    monkeypatch.setattr(op, "_run", lambda name, args, *rest: launched.append(args) or (None,) * 5)
+    like = torch.zeros(1, 1, 2, 8)
+    far = torch.zeros(2**22 + 8).as_strided((1, 1, 2, 8), (0, 0, 2**22, 1))
+    call = (like, like, like, None, None, None, None, None, 1.0, False, -1, -1, 0.0, "ieee", None, like, like[..., 0])
+    op.attention_bwd(*call, far, None, False)
+    op.attention_bwd_bwd(*call, far, None, far, None, far, None, None, False)
+    assert not [t for args in launched for t in args if isinstance(t, torch.Tensor) and t.stride(-2) >= 2**22]
+    assert [len(args) for args in launched] == [20, 25]
+
+
 def test_softcap_zero_is_none():
     torch.testing.assert_close(adatom.attention(Q, KV, KV, softcap=0.0), adatom.attention(Q, KV, KV))
 
@@ -403,7 +438,6 @@ def test_a_bias_that_does_not_divide_the_batch():
     q = torch.randn(4, 2, 5, 4)
     with pytest.raises(ValueError, match="broadcasts"):
         adatom.attention(q, q, q, bias=torch.randn(3, 2, 5, 5))
-    print(adatom.explain("attention", q[None], q[None], q[None], bias=torch.randn(1, 1, 2, 5, 5)))
 
 
 def test_empty_shapes_have_gradients():

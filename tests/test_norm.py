@@ -257,6 +257,9 @@ def test_the_short_way_tells_calls_apart(monkeypatch):
     adatom.rms_norm(x, eps=1e-3)
     adatom.layer_norm(x)
     assert len(api._plans) == 3
+    with torch.autograd.profiler.profile() as profile:  # which shows operators, not what goes past them
+        adatom.rms_norm(x, eps=0.5)
+    assert "adatom::norm_fwd" in {event.key for event in profile.key_averages()} and len(api._plans) == 3
 
 
 def test_dtypes_of_results():
@@ -307,8 +310,8 @@ def test_wrong_arguments():
         adatom.rms_norm(x, w, residual=x[0])
     with pytest.raises(TypeError, match="float16, bfloat16"):
         adatom.rms_norm(x.int(), w)
-    for eps in (-1e-6, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="a finite eps >= 0; got eps="):
+    for eps in (-1e-6, float("nan"), float("inf"), None, "1e-6"):
+        with pytest.raises(ValueError, match=f"a finite eps >= 0; got eps={eps!r}"):
             adatom.rms_norm(x, w, eps=eps)
     with pytest.raises(TypeError, match="tensors"):
         adatom.layer_norm(x, 2.0)

@@ -208,6 +208,15 @@ def test_zero_truth_is_measured_against_the_other_outputs():
         assert (ratio <= 1) == ok and (ok or output == "dq")
 
 
+def test_yardsticks_that_overflow_allow_a_rounding_alone(monkeypatch):
+    trial = Trial(PLAIN, CPU)
+    truth = trial.truth("attention_fwd")
+    theirs = {name: torch.full_like(value, math.inf, dtype=F32) for name, value in truth.items()}
+    monkeypatch.setattr(trial, "yardsticks", lambda op: (theirs, theirs))
+    ratios = [verify.judge(trial, "attention_fwd", {n: t.to(F32) * f for n, t in truth.items()})[1] for f in (1, 1.01)]
+    assert ratios[0] <= 1 < ratios[1]
+
+
 def test_passes_is_a_gate_on_a_small_version_of_the_case():
     big = Case("big", 64, 32, 8, 1 << 16, 1 << 16, 16, 16, F32, causal=True)
     small, _ = shrunk(big, on_gpu=False)

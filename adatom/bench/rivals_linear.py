@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from adatom.bench.rivals import Bind, Call, Rival, Unfit
 from adatom.ops.linear.cases import Case
+from adatom.ops.linear.torch_linear import VALUES
 
 Tensor = torch.Tensor
 
@@ -22,18 +23,9 @@ def passes(group: str, case: Case) -> tuple[str, ...]:
     return ("forward", "backward")
 
 
-def _activation(z: Tensor, name: str | None) -> Tensor:
-    if name in (None, "none"):
-        return z
-    if name == "gelu_tanh":
-        return F.gelu(z, approximate="tanh")
-    functions: dict[str, Call] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
-    return functions[name](z)
-
-
 def _plain(name: str | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The layer by PyTorch's functions."""
-    return _activation(F.linear(x, weight, bias), name)
+    return VALUES[name or "none"](F.linear(x, weight, bias))
 
 
 def _products(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
@@ -44,7 +36,7 @@ def _products(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
 def _gated(name: str | None, x: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The gated layer by PyTorch's functions."""
     z, y = _products(x, gate, up)
-    return _activation(z, name) * y
+    return VALUES[name or "none"](z) * y
 
 
 @lru_cache(maxsize=2)

@@ -74,27 +74,32 @@ def _torch(how: str) -> Bind:
 
 
 def _sonic(case: Case, given: dict[str, Any]) -> Call:
-    """SonicMoE, from ready weights and indices; it reads the experts as they lie, the gate's rows first."""
+    """SonicMoE, from ready weights and indices; these come in its form beforehand. It reads the experts as they lie,
+    the gate's rows first."""
     _refuse(case)
     routed = importlib.import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    tokens, top_k = given["indices"].shape
+    token = torch.arange(tokens, device=given["x"].device, dtype=torch.int32).repeat_interleave(top_k)
+    expert = given["indices"].reshape(-1).int()
 
     def call(x: Tensor, weights: Tensor, indices: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-        token = torch.arange(len(x), device=x.device, dtype=torch.int32).repeat_interleave(indices.shape[1])
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        pairs, inference = (weights.reshape(-1), token, expert), not torch.is_grad_enabled()
         experts = w_gate_up.permute(1, 2, 0), None, w_down.permute(1, 2, 0), None, len(w_down)
-        pairs = weights.reshape(-1), token, indices.reshape(-1).int()
-        return routed(x, *pairs, *experts, stream, swiglu, not torch.is_grad_enabled(), concat_layout=True)[0]
+        return routed(x, *pairs, *experts, stream, swiglu, inference, concat_layout=True)[0]
 
     return call
 
 
 def _liger(case: Case, given: dict[str, Any]) -> Call:
+    """From ready weights and indices; these come in 32 bits beforehand."""
     _refuse(case)
     layer = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    expert = given["indices"].int()
 
     def call(x: Tensor, weights: Tensor, indices: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-        return layer.apply(x, w_gate_up, w_down, indices.int(), weights)
+        return layer.apply(x, w_gate_up, w_down, expert, weights)
 
     return call
 

@@ -88,18 +88,9 @@ def flash_attn_kvpacked_func(
     require(kv.dim() == 5 and kv.shape[2] == 2, "kv of shape (batch, seqlen_k, 2, kv_heads, head_dim)", kv=kv)
     k, v = kv.unbind(2)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_qkvpacked_func(
@@ -117,18 +108,9 @@ def flash_attn_qkvpacked_func(
     require(qkv.dim() == 5 and qkv.shape[2] == 3, "qkv of shape (batch, seqlen, 3, heads, head_dim)", qkv=qkv)
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -212,22 +194,9 @@ def flash_attn_varlen_kvpacked_func(
     require(kv.dim() == 4 and kv.shape[1] == 2, "kv of shape (tokens_k, 2, kv_heads, head_dim)", kv=kv)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -247,22 +216,9 @@ def flash_attn_varlen_qkvpacked_func(
     require(qkv.dim() == 4 and qkv.shape[1] == 3, "qkv of shape (tokens, 3, heads, head_dim)", qkv=qkv)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def _refuse_dropout(dropout_p: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from adatom.check import require
+from adatom.check import finite, require
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -21,7 +20,7 @@ from adatom.ops.attention.op import (
     attention_fwd,
     ready,
 )
-from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, problem
+from adatom.ops.attention.problem import Inputs, Options, Problem, Remembered, in_rows, problem
 from adatom.signature import overseen, signature, transformed, watched
 from adatom.tiles.first import together
 
@@ -53,8 +52,8 @@ def attention(
             Or 5-D, (batch, rows, heads, seqlen_q, head_dim), as in triangle attention: each row attends by itself;
             then k, v, bias, kv_lens (batch, rows) and the results have the dimension too.
         k: keys (batch, kv_heads, seqlen_k, head_dim); kv_heads divides heads (grouped-query attention).
-        v: values (batch, kv_heads, seqlen_k, head_dim_v). Any strides; if the last dimension is not contiguous, that
-            tensor is copied.
+        v: values (batch, kv_heads, seqlen_k, head_dim_v). Any strides; a tensor whose last dimension is not contiguous,
+            or whose rows overlap or lie 2**22 elements or more apart, is copied.
         bias: added to the scores after scale and softcap; broadcasts to (batch, heads, seqlen_q, seqlen_k), any float
             dtype (float64 inputs take float64), may require grad; -inf masks. Or bool: True attends. Its batch may
             also divide that of q: each slice serves that many consecutive elements (repeat_interleave, without the
@@ -448,7 +447,9 @@ def _checked_bias(
     divides = shape[0] in (1, scores[0]) or shape[0] and scores[0] and scores[0] % shape[0] == 0
     if not divides or len(shape) > 4 or any(b not in (1, s) for b, s in zip(shape[1:], scores[1:])):
         require(False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias)
-    return bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
+    bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
+    steps = sum(s for n, s in zip(bias.shape[2:], bias.stride()[2:]) if n > 1)
+    return bias if steps < 2**24 else bias.contiguous()  # kernels number the elements of a tile with 32 bits
 
 
 def _options(
@@ -471,7 +472,7 @@ def _options(
         left, right = (min(w, 2**30) if isinstance(w, int) else w for w in (left, right))  # kernels add to 32 bits
     if softcap is None:
         softcap = 0.0
-    elif not 0 <= softcap < math.inf:
+    elif not finite(softcap, 0):
         require(False, "a finite softcap > 0 (or None)", softcap=softcap)
     if precision is None:
         precision = "tf32x3"
@@ -479,16 +480,13 @@ def _options(
         require(False, f"precision to be one of {PRECISIONS}", precision=precision)
     if scale is None:
         scale = head_dim**-0.5
-    elif not -math.inf < scale < math.inf:
+    elif not finite(scale):
         require(False, "a finite scale", scale=scale)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x with contiguous rows. Rows that overlap, as those of `unfold` may, are copied: a result like them in strides
-    could not have contiguous rows."""
-    dim = x.shape[-1]
-    if dim == 1:
-        return x
-    overlap = any(0 < stride < dim and n > 1 for n, stride in zip(x.shape[:-1], x.stride()))
-    return x.contiguous() if overlap or x.stride(-1) != 1 else x
+    """x as kernels may read it. Rows that overlap, as those of `unfold` may, are copied too: a result like them in
+    strides could not have contiguous rows."""
+    overlap = any(0 < stride < x.shape[-1] and n > 1 for n, stride in zip(x.shape[:-1], x.stride()))
+    return x.contiguous() if overlap else in_rows(x)

@@ -25,6 +25,19 @@ def _narrow_values(p: Problem) -> str | None:
     return f"not proven for v's head_dim up to 32 beside a larger one ({p.head_dim}): 64 and 32 went wrong on an H100"
 
 
+def _head_dims(p: Problem, most: int = 256) -> str | None:
+    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= most:
+            return f"{name} must be a multiple of 8 from 8 to {most}; got {dim}"
+    return None
+
+
+def _bias_dtype(p: Problem) -> str | None:
+    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
+        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
+    return None
+
+
 def triton(p: Problem) -> str | None:
     """Triton kernels: CUDA from sm_80 up (or the interpreter), 16-bit and 32-bit floats, head_dim 8 to 256."""
     if p.device.kind == "cpu":
@@ -33,11 +46,10 @@ def triton(p: Problem) -> str | None:
         return f"needs compute capability 8.0 or newer; this is sm_{p.device.arch}"
     if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32; got {p.dtype}"
-    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
-        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
-    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 256:
-            return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
+    if (why := _bias_dtype(p) or _head_dims(p)) is not None:
+        return why
+    if p.bias == "full" and p.seqlen_k > 2**24:
+        return "numbers the elements of a tile of a bias with 32 bits: takes up to 2^24 keys beside a full one"
     return None
 
 
@@ -100,16 +112,12 @@ def short(p: Problem) -> str | None:
     return None
 
 
-def _hopper_fwd_ever(p: Problem) -> str | None:
-    if p.device.kind != "cuda":
-        return "needs a CUDA device"
-    if p.device.arch != 90:
-        return f"needs a Hopper GPU (sm_90); this is sm_{p.device.arch}"
+def _hopper(p: Problem) -> str | None:
+    """What all Gluon kernels for 16-bit floats need: sm_90, something to read, and by TMA."""
+    if p.device.kind != "cuda" or p.device.arch != 90:
+        return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
-    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 256:
-            return f"{name} must be a multiple of 8 from 8 to 256; got {dim}"
     if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
     if not p.tma:
@@ -117,24 +125,27 @@ def _hopper_fwd_ever(p: Problem) -> str | None:
     return None
 
 
+def _hopper_bias(p: Problem) -> str | None:
+    """What those need that take a bias."""
+    if (why := _bias_dtype(p)) is not None:
+        return why
+    if p.bias == "full" and not p.bias_tma:
+        return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
+    return _narrow_values(p)
+
+
 def hopper_fwd(p: Problem) -> str | None:
     """Gluon kernel of the forward: sm_90, 16-bit floats, what TMA can read; not where Triton's was measured as fast."""
-    if (why := _hopper_fwd_ever(p)) is not None:
-        return why
-    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
-        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
-    if (why := _narrow_values(p)) is not None:
+    if (why := _hopper(p) or _head_dims(p) or _hopper_bias(p)) is not None:
         return why
     if p.bias_repeated:
         return "does not take a bias whose slices serve several batch elements each"
-    if p.bias == "full" and not p.bias_tma:
-        return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
     return _hopper_fwd_slower(p)
 
 
 def hopper_tile_fwd(p: Problem) -> str | None:
     """At most 128 queries and keys, head_dim 40 to 128: sm_90, 16-bit floats, what TMA can read, no bias."""
-    if (why := _hopper_fwd_ever(p)) is not None:
+    if (why := _hopper(p)) is not None:
         return why
     if p.varlen or p.kv_lens or p.sinks or p.softcap or p.bias != "none":
         return "takes no packed sequences, kv_lens, sinks, softcap or bias"
@@ -227,30 +238,9 @@ def hopper_shared_bwd(p: Problem) -> str | None:
     return "was as slow as programs that have whole heads at lengths below 512" if p.least_length < 512 else None
 
 
-def _hopper_bwd_ever(p: Problem) -> str | None:
-    if p.device.kind != "cuda" or p.device.arch != 90:
-        return "needs a Hopper GPU (sm_90)"
-    if p.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16; got {p.dtype}"
-    return None
-
-
 def hopper_bwd_any(p: Problem) -> str | None:
     """The Gluon backward: sm_90, 16-bit floats, head_dim 8 to 128, what TMA can read."""
-    if (why := _hopper_bwd_ever(p)) is not None:
-        return why
-    for name, dim in (("head_dim", p.head_dim), ("v's head_dim", p.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 128:
-            return f"{name} must be a multiple of 8 from 8 to 128; got {dim}"
-    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
-        return "does not take empty tensors"
-    if p.bias_dtype not in (None, torch.bool, torch.float16, torch.bfloat16, torch.float32):
-        return f"takes a bias of bool, float16, bfloat16 or float32; got {p.bias_dtype}"
-    if p.bias == "full" and not p.bias_tma:
-        return "needs a bias with contiguous keys, and addresses and strides that are multiples of 16 bytes"
-    if not p.tma:
-        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
-    return _narrow_values(p)
+    return _hopper(p) or _head_dims(p, 128) or _hopper_bias(p)
 
 
 def _whole_heads(p: Problem) -> bool:
@@ -303,21 +293,13 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
 
 def hopper_deep_any(p: Problem) -> str | None:
     """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias, no softcap."""
-    if (why := _hopper_bwd_ever(p)) is not None:
+    if (why := _hopper(p)) is not None:
         return why
     dims = p.head_dim, p.head_dim_v
     if any(d % 8 for d in dims) or not 128 < max(dims) <= 256 or min(dims) <= 64:
         return f"takes head_dims above 64, one of them above 128, to 256, multiples of 8; got {dims[0]}, v's {dims[1]}"
-    if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
-        return "does not take empty tensors"
-    if p.bias != "none":
-        return "does not take a bias"
-    if p.softcap:
-        return "does not take a softcap"
-    if p.varlen:
-        return "does not take packed sequences"
-    if not p.tma:
-        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
+    if p.bias != "none" or p.softcap or p.varlen:
+        return "does not take a bias, a softcap or packed sequences"
     return None
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from adatom.operators import on_device, vmap_rule
-from adatom.ops.attention.problem import Inputs, Options, Remembered, absent, empty_like, empty_lse, empty_out, problem
+from adatom.operators import absent, on_device, vmap_rule
+from adatom.ops.attention.problem import Inputs, Options, Remembered, empty_like, empty_lse, empty_out, in_rows, problem
 from adatom.registry import choose, load
 from adatom.signature import signature, watched
 from adatom.tiles.first import together
@@ -89,10 +89,6 @@ def _run(op: str, args: tuple[Any, ...], bias_grad: bool = False) -> tuple[torch
     return on_device(launch, x.q, x, o, *rest)
 
 
-def _rows_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _fwd(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _run("attention_fwd", args)  # type: ignore[return-value]
 
@@ -100,7 +96,7 @@ def _fwd(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _grads(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """attention_bwd, with None for what nobody asked for."""
     *head, dout, dlse, bias_grad = args
-    return _run("attention_bwd", (*head, _rows_contiguous(dout), dlse, bias_grad), bias_grad)
+    return _run("attention_bwd", (*head, in_rows(dout), dlse, bias_grad), bias_grad)
 
 
 def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -109,16 +105,15 @@ def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
 
 def _bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
     call, (out, lse, dout, dlse, *cotangents, bias_grad) = args[:_N_CALL], args[_N_CALL:]
-    cotangents = [_rows_contiguous(c) for c in cotangents]
-    grads = _run(
-        "attention_bwd_bwd", (*call, out, lse, _rows_contiguous(dout), dlse, *cotangents, bias_grad), bias_grad
-    )
+    cotangents = [c if c is None else in_rows(c) for c in cotangents]
+    grads = _run("attention_bwd_bwd", (*call, out, lse, in_rows(dout), dlse, *cotangents, bias_grad), bias_grad)
     return tuple(absent(args[0]) if g is None else g for g in grads)
 
 
 def _jvp(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call, (out, lse, *tangents) = args[:_N_CALL], args[_N_CALL:]
-    return _run("attention_jvp", (*call, out, lse, *(_rows_contiguous(t) for t in tangents)))  # type: ignore[return-value]
+    moved = (t if t is None else in_rows(t) for t in tangents)
+    return _run("attention_jvp", (*call, out, lse, *moved))  # type: ignore[return-value]
 
 
 def _fake_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

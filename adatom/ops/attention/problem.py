@@ -177,6 +177,13 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
     )
 
 
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, (..., heads, length, dim) or packed (tokens, heads, dim), with contiguous rows less than 2**22 elements apart:
+    kernels number the elements of a tile, of up to 512 rows, with 32 bits. A copy where it is not so."""
+    near = x.stride(-2 if x.dim() == 4 else 0) < 2**22
+    return x if near and (x.stride(-1) == 1 or x.shape[-1] == 1) else x.contiguous()
+
+
 def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An unwritten tensor of x's shape and, where x is dense, strides."""
     return torch.empty_like(x, dtype=dtype)
@@ -185,11 +192,6 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 def empty(shape: tuple[int, ...], x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An unwritten contiguous tensor on x's device, of x's dtype unless given."""
     return x.new_empty(shape, dtype=dtype or x.dtype)
-
-
-def absent(x: torch.Tensor) -> torch.Tensor:
-    """The placeholder operators return for a result that nobody asked for: no elements, x's dtype and device."""
-    return x.new_empty(0)
 
 
 def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from adatom.operators import on_device, vmap_rule
+from adatom.operators import absent, differentiable, on_device
 from adatom.ops.linear.problem import Inputs, Options, problem, rows_of, suits_tma
 from adatom.ops.linear.reference import gradient, gradient_gradient
 from adatom.registry import choose, load
-from adatom.signature import PLAIN, transformed
+from adatom.signature import PLAIN
 
 Tensor = torch.Tensor
 _CALL = "Tensor x, Tensor weight, Tensor? up, Tensor? bias, str activation, bool gated, str precision, str? backend"
@@ -47,18 +47,13 @@ def _launch(which: str, x: Inputs, o: Options, backend: str | None, *rest: Any) 
     return found
 
 
-def _absent(x: Tensor) -> Tensor:
-    """What operators return for a result that nobody asked for: no elements."""
-    return x.new_empty(0)
-
-
 def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
     x, o, backend = _taken(args[:8])
     out, pre = _launch("fwd", x, o, backend, args[8])
     assert out is not None
     # no view to autograd, which would refuse to change a Function's view in place
     out = torch.ops.aten._unsafe_view(out, (*args[0].shape[:-1], out.shape[-1]))
-    return out, _absent(out) if pre is None else pre
+    return out, absent(out) if pre is None else pre
 
 
 def _bwd(*args: Any, spend: bool = False) -> tuple[Tensor, ...]:
@@ -84,7 +79,7 @@ def _differentiate(
         if spend:  # a backward that fails after this must not be repeated with what is left
             torch.autograd.graph.increment_version(kept)
     grads = _launch("bwd", x, o, backend, kept, dout, needs, into, spend)
-    dx, *rest = (_absent(x.x) if g is None else g for g in grads)
+    dx, *rest = (absent(x.x) if g is None else g for g in grads)
     return dx.view(call[0].shape) if needs[0] else dx, *rest
 
 
@@ -93,18 +88,18 @@ def _fake_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     products = Inputs(x, weight, up).products
     out = x.new_empty(*x.shape[:-1], products // 2 if gated else products)
     kept = keep and Options(activation, gated, precision).keeps == "pre"
-    return out, x.new_empty(math.prod(x.shape[:-1]), products) if kept else _absent(x)
+    return out, x.new_empty(math.prod(x.shape[:-1]), products) if kept else absent(x)
 
 
 def _fake_bwd(*args: Any) -> tuple[Tensor, ...]:
     x, weight, up, bias = args[:4]
     needs = (args[10], args[11], args[11] and up is not None, args[12] and bias is not None)
-    return tuple(_absent(x) if not need else like.new_empty(like.shape) for need, like in zip(needs, args[:4]))
+    return tuple(absent(x) if not need else like.new_empty(like.shape) for need, like in zip(needs, args[:4]))
 
 
 def _fake_bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
     x, bias = args[0], args[3]
-    return x.new_empty(x.shape) if args[10] else _absent(x), bias.new_empty(bias.shape) if args[11] else _absent(x)
+    return x.new_empty(x.shape) if args[10] else absent(x), bias.new_empty(bias.shape) if args[11] else absent(x)
 
 
 for _name, _impl, _fake in (
@@ -115,12 +110,6 @@ for _name, _impl, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _impl, _key)
     torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
-for _name in ("linear_fwd", "linear_bwd"):
-    torch.library.register_vmap(f"adatom::{_name}", vmap_rule(_name), lib=_library)
-
-linear_fwd = torch.ops.adatom.linear_fwd.default
-linear_bwd = torch.ops.adatom.linear_bwd.default
-linear_bwd_into = torch.ops.adatom.linear_bwd_into.default
 
 
 def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -132,9 +121,12 @@ def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: Any, dout: Tensor | None, _: Any = None, bwd: Any = linear_bwd, bwd_into: Any = linear_bwd_into
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
+    return _gradients(ctx, dout, linear_bwd, linear_bwd_into)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, bwd: Any, bwd_into: Any) -> tuple[Any, ...]:
+    """The gradients of all arguments of linear_fwd, by linear_bwd and linear_bwd_into or what does the same."""
     *tensors, kept = ctx.saved_tensors
     nothing = (None,) * 6
     if dout is None:
@@ -203,11 +195,9 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: 
     return *grads, dbias, *(None,) * 5, ddout.to(x.dtype).reshape(*lead, dout.shape[1]), None, None, None
 
 
-for _name, _formula, _setup in (
-    ("linear_fwd", _backward, _save_forward),
-    ("linear_bwd", _backward_of_backward, _save_backward),
-):
-    torch.library.register_autograd(f"adatom::{_name}", _formula, setup_context=_setup, lib=_library)
+linear_fwd = differentiable(_library, "linear_fwd", _backward, _save_forward)
+linear_bwd = differentiable(_library, "linear_bwd", _backward_of_backward, _save_backward)
+linear_bwd_into = torch.ops.adatom.linear_bwd_into.default
 
 
 class Linear(torch.autograd.Function):
@@ -223,15 +213,14 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
-        if (
-            torch.is_grad_enabled() or dout is not None and not _has_memory(dout)
-        ):  # to be differentiated again, or a batch
-            return _backward(ctx, dout)
+        # to be differentiated again, or a batch
+        if torch.is_grad_enabled() or dout is not None and not _has_memory(dout):
+            return _backward(ctx, dout, None)
         # dz goes to the place of what was kept, if that is not needed again: the graph is freed after this backward
         spend = ctx.own and not (
             torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
         )
-        return _backward(ctx, dout, None, partial(_bwd, spend=spend), partial(_bwd_into, spend=spend))
+        return _gradients(ctx, dout, partial(_bwd, spend=spend), partial(_bwd_into, spend=spend))
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -243,43 +232,15 @@ def _has_memory(x: Tensor) -> bool:
     return not x.is_neg()
 
 
-class Transformed(torch.autograd.Function):
-    """The arguments of linear_fwd -> (out, pre), for torch.func, which does not take an operator's own formula."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_save_forward)
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return linear_fwd(*args)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
-        return _backward(ctx, dout, None, TransformedBackward.apply)
-
-
-class TransformedBackward(torch.autograd.Function):
-    """The arguments of linear_bwd -> (dx, dweight, dup, dbias), for torch.func."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_save_backward)
-    backward = staticmethod(_backward_of_backward)
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return linear_bwd(*args)
-
-
 _apply = super(torch.autograd.Function, Linear).apply  # without binding arguments for functorch
 
 
 def linear(*args: Any) -> Tensor:
     """out of linear_fwd, by the shortest way: plain tensors in eager mode need no operator."""
     x = args[0]
-    if transformed():
-        return Transformed.apply(*args)[0]
     if (
-        torch.compiler.is_compiling()
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0

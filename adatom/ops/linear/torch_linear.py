@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from adatom.ops.linear.problem import Inputs, Options
 
 Tensor = torch.Tensor
-_VALUES = {
+VALUES = {
     "none": lambda z: z,
     "relu": F.relu,
     "gelu": F.gelu,
@@ -39,9 +39,9 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None]:
     z, pre = preactivation(x), keep and o.keeps == "pre"
     if o.gated:
         gate, up = z.chunk(2, 1)
-        out = _VALUES[o.activation](gate)
+        out = VALUES[o.activation](gate)
         return out.mul_(up) if out is not gate else out * up, z if pre else None
-    return _VALUES[o.activation](z), z if pre else None
+    return VALUES[o.activation](z), z if pre else None
 
 
 def gradient(x: Inputs, o: Options, kept: Tensor | None, dout: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def gradient(x: Inputs, o: Options, kept: Tensor | None, dout: Tensor) -> Tensor
     gate, up = z.chunk(2, 1)
     dz = torch.empty_like(z)
     of_gate, of_up = dz.chunk(2, 1)
-    torch.mul(dout, _VALUES[o.activation](gate), out=of_up)
+    torch.mul(dout, VALUES[o.activation](gate), out=of_up)
     of_gate.copy_(_GRADIENTS[o.activation](dout * up, gate))
     return dz
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from adatom.ops.linear import api, cases, reference
 from adatom.ops.linear.cases import Case
 from adatom.ops.linear.problem import Inputs, Options, Problem, problem
+from adatom.ops.linear.torch_linear import VALUES
 from adatom.verify import FLOOR_TF32, FLOORS, round_tf32
 
 Tensor = torch.Tensor
@@ -99,13 +100,7 @@ class Trial:
             leaves = Inputs(*(None if t is None else t.detach().requires_grad_() for t in moved))  # type: ignore[arg-type]
             weight, bias = reference.weight_of(leaves), leaves.bias
             z = F.linear(leaves.x, weight, bias)
-            act = {
-                "none": lambda z: z,
-                "relu": F.relu,
-                "gelu": F.gelu,
-                "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-                "silu": F.silu,
-            }[self.o.activation]
+            act = VALUES[self.o.activation]
             out = act(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1] if self.o.gated else act(z)
             wanted = [t for t in leaves if t is not None]
             (dz,) = torch.autograd.grad(out, z, self.dout, retain_graph=True)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from adatom.operators import on_device, vmap_rule
+from adatom.operators import absent, differentiable, on_device
 from adatom.ops.linear.reference import gradient, gradient_gradient, value
 from adatom.ops.moe.problem import Inputs, Options, inverse_of, present, problem
 from adatom.ops.moe.torch_grouped import grouped, outer
 from adatom.registry import choose, load
-from adatom.signature import transformed
 
 Tensor = torch.Tensor
 _CALL = "Tensor x, Tensor weights, Tensor indices, Tensor w_gate_up, Tensor w_down, str activation, str? backend"
@@ -36,33 +35,28 @@ def _launch(which: str, x: Inputs, activation: str, backend: str | None, *rest: 
     return on_device(launch, x.x, x, o, *rest)
 
 
-def _absent(x: Tensor) -> Tensor:
-    """What operators return for a result that nobody asked for: no elements."""
-    return x.new_empty(0)
-
-
 def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, pre, order, offsets = _launch("moe_fwd", Inputs(*args[:5]), *args[5:])
-    return out, _absent(out) if pre is None else pre, order, offsets
+    return out, absent(out) if pre is None else pre, order, offsets
 
 
 def _bwd(*args: Any) -> tuple[Tensor, ...]:
     *call, pre, order, offsets, dout = args[:11]
     grads = _launch("moe_bwd", Inputs(*call[:5]), *call[5:], pre, order, offsets, dout.contiguous(), args[11:])
-    return tuple(_absent(dout) if g is None else g for g in grads)
+    return tuple(absent(dout) if g is None else g for g in grads)
 
 
 def _fake_fwd(*args: Any) -> tuple[Tensor, ...]:
     x, _, indices, w_gate_up = args[:4]
     pairs, experts = indices.numel(), w_gate_up.shape[0]
-    pre = x.new_empty(pairs, w_gate_up.shape[1]) if args[7] else _absent(x)
+    pre = x.new_empty(pairs, w_gate_up.shape[1]) if args[7] else absent(x)
     ints = {"dtype": torch.int32}
     return x.new_empty(x.shape), pre, indices.new_empty(pairs, **ints), indices.new_empty(experts + 1, **ints)
 
 
 def _fake_bwd(*args: Any) -> tuple[Tensor, ...]:
     given = (args[0], args[1], args[3], args[4])
-    return tuple(t.new_empty(t.shape) if need else _absent(args[10]) for need, t in zip(args[11:], given))
+    return tuple(t.new_empty(t.shape) if need else absent(args[10]) for need, t in zip(args[11:], given))
 
 
 def _fake_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -181,22 +175,7 @@ def _outer_backward(ctx: Any, dsums: Tensor) -> tuple[Any, ...]:
     return da, moe_grouped(a, dsums.mT, offsets) if need_b else None, None
 
 
-def _differentiable(name: str, formula: Any, setup: Any) -> Any:
-    """The operator with its formula; for torch.func, which takes no operator's own, as a Function."""
-    operator = getattr(torch.ops.adatom, name).default
-    torch.library.register_autograd(f"adatom::{name}", formula, setup_context=setup, lib=_library)
-    torch.library.register_vmap(f"adatom::{name}", vmap_rule(name), lib=_library)
-    parts = {"forward": operator.__call__, "setup_context": setup, "backward": formula}
-    methods = {key: staticmethod(part) for key, part in parts.items()}
-    function: Any = type(name, (torch.autograd.Function,), {**methods, "generate_vmap_rule": True})
-
-    def call(*args: Any) -> Any:
-        return function.apply(*args) if transformed() else operator(*args)
-
-    return call
-
-
-moe_fwd = _differentiable("moe_fwd", _backward, _save_forward)
-moe_bwd = _differentiable("moe_bwd", _backward_of_backward, _save_backward)
-moe_grouped = _differentiable("moe_grouped", _grouped_backward, _save_operands)
-moe_outer = _differentiable("moe_outer", _outer_backward, _save_operands)
+moe_fwd = differentiable(_library, "moe_fwd", _backward, _save_forward)
+moe_bwd = differentiable(_library, "moe_bwd", _backward_of_backward, _save_backward)
+moe_grouped = differentiable(_library, "moe_grouped", _grouped_backward, _save_operands)
+moe_outer = differentiable(_library, "moe_outer", _outer_backward, _save_operands)

@@ -92,6 +92,9 @@ def load_balancing_loss(
     Returns:
         A scalar, float32 (float64 of float64); 0 without tokens.
 
+    Raises:
+        ValueError, TypeError: what does not fit; the message prints it.
+
     Source: Fedus et al., arXiv:2101.03961, eq. 4 to 6; for top_k > 1 as Mixtral's.
     """
     _check_logits(router_logits, scoring)

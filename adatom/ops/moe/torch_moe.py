@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from adatom.ops.linear.torch_linear import _VALUES, gradient
+from adatom.ops.linear.torch_linear import VALUES, gradient
 from adatom.ops.moe.problem import Inputs, Options, Tensor, inverse_of, plan, present
 from adatom.ops.moe.torch_grouped import grouped, outer
 
@@ -70,7 +70,7 @@ def _gathered(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 def _gated(h: Tensor, o: Options) -> Tensor:
     gate, up = h.chunk(2, 1)
-    return _VALUES[o.activation](gate) * up
+    return VALUES[o.activation](gate) * up
 
 
 def _combined(y: Tensor, order: Tensor, x: Inputs, weights: Tensor | None = None) -> Tensor:

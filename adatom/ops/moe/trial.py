@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adatom.ops.linear.torch_linear import _VALUES
+from adatom.ops.linear.torch_linear import VALUES
 from adatom.ops.moe import api, cases, reference
 from adatom.ops.moe.cases import Case
 from adatom.ops.moe.problem import Inputs, Problem, Tensor, plan, problem
@@ -92,7 +92,7 @@ class Trial:
         for e in range(leaves.experts):
             token, place = torch.where(indices == e)
             gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, -1)
-            y = F.linear(_VALUES[self.o.activation](gate) * up, w_down[e])
+            y = F.linear(VALUES[self.o.activation](gate) * up, w_down[e])
             out = out.index_add(0, token, (y * weights[token, place, None]).to(out.dtype))
         given = (x, weights, w_gate_up, w_down)
         return {"out": out.detach(), **named("moe_bwd", torch.autograd.grad(out, given, self.dout))}

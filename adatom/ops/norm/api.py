@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import require
+from adatom.check import finite, require
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
-from adatom.signature import signature
+from adatom.signature import signature, watched
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -94,17 +93,8 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
 
 
 def _planned(given: tuple[Any, Any, Any, Any], eps: float, centred: bool, backend: str | None) -> Plan | None:
-    """The plan of a call; None for those that are traced, transformed or cast, and for tensors not on a GPU."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled("cuda")
-        or forward_ad._current_level >= 0
-        or not isinstance(eps, float)
-    ):
+    """The plan of a call; None for those that are watched, and for tensors not on a GPU."""
+    if watched() or not isinstance(eps, float):
         return None
     key = signature(given)
     if key is None:
@@ -139,6 +129,6 @@ def _checked(
         require(False, "x (..., length), weight and bias (length,)", **given)
     if residual is not None and residual.shape != x.shape:
         require(False, "a residual of x's shape", **given)
-    if not 0 <= eps < math.inf:
-        require(False, "a finite eps >= 0", eps=eps)
+    if not finite(eps, 0):
+        require(False, f"a finite eps >= 0; got eps={eps!r}")  # None too
     return x, residual, weight, bias

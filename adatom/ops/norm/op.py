@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from adatom.operators import on_device
+from adatom.operators import absent, differentiable, on_device
 from adatom.ops.norm import reference
-from adatom.ops.norm.problem import Tensor, absent, problem, statistics_dtype, sum_dtype
+from adatom.ops.norm.problem import Tensor, problem, statistics_dtype, sum_dtype
 from adatom.registry import choose, load
 
 _library = torch.library.Library("adatom", "FRAGMENT")
@@ -72,9 +72,6 @@ for _name, _impl, _fake in (("norm_fwd", _fwd, _fake_fwd), ("norm_bwd", _bwd, _f
         _library.impl(_name, _impl, _key)
     torch.library.register_fake(f"adatom::{_name}", _fake, lib=_library)
 
-norm_fwd = torch.ops.adatom.norm_fwd.default
-norm_bwd = torch.ops.adatom.norm_bwd.default
-
 
 def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
     x, residual, weight, bias, *ctx.options = inputs
@@ -121,11 +118,8 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddbias: Any) -> tup
     return by_h, by_w, None, by_dy, by_dh, *(None,) * 7
 
 
-for _name, _formula, _setup in (
-    ("norm_fwd", _backward, _save_forward),
-    ("norm_bwd", _backward_of_backward, _save_backward),
-):
-    torch.library.register_autograd(f"adatom::{_name}", _formula, setup_context=_setup, lib=_library)
+norm_fwd = differentiable(_library, "norm_fwd", _backward, _save_forward)
+norm_bwd = differentiable(_library, "norm_bwd", _backward_of_backward, _save_backward)
 
 
 class Plan:

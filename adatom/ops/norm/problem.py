@@ -48,8 +48,3 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """What means and reciprocal deviations of rows are kept in: float32, float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def absent(x: Tensor) -> Tensor:
-    """The placeholder operators return for a result that there is not: no elements, x's dtype and device."""
-    return x.new_empty(0)

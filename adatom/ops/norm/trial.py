@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from adatom.ops.norm import cases, reference
-from adatom.ops.norm.api import problem_of
 from adatom.ops.norm.cases import Case
-from adatom.ops.norm.problem import Problem, sum_dtype
+from adatom.ops.norm.problem import Problem, problem, sum_dtype
 from adatom.verify import FLOORS, named
 
 Tensor = torch.Tensor
@@ -48,7 +47,7 @@ class Trial:
     def problem(self) -> Problem:
         """What the choice of a kernel may look at."""
         x, residual, weight, bias = self.given
-        return problem_of(x, weight, bias, residual=residual)[0]._replace(centred=self.case.centred)
+        return problem(x, residual, weight, bias, self.case.centred)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
