@@ -14,7 +14,7 @@ from adatom.tiles.launch import observed
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.moe import hopper_products, hopper_wide  # noqa: E402
+from adatom.ops.moe import hopper_one, hopper_products, hopper_wide  # noqa: E402
 
 H100 = DEVICES[90]
 
@@ -62,6 +62,17 @@ def test_two_programs_of_the_second_kernel_share_a_multiprocessor(wide, top_k):
     assert 2 * (held + 1024) <= H100.shared_memory and down["CHUNKS"] * down["NARROW"] >= wide
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_program_of_the_second_kernel_has_room_beside_two_of_the_first(tokens):
+    """In shared memory, of which each takes 1 KB more, and, with up to 128 registers a thread, among registers."""
+    first, second = (meta for _, meta in launched(inputs(tokens))[1:])
+    ring = 2 * 2 * first["STAGES"] * first["ROWS"] * first["WIDE"]
+    rows = 2 * second["TOP_K"] * second["CHUNKS"] * second["ROWS"] * second["NARROW"]
+    assert hopper_one.PROGRAMS * (ring + 1024) + rows <= H100.shared_memory
+    registers = hopper_one.PROGRAMS * first["num_warps"] * first["maxnreg"] + second["num_warps"] * 128
+    assert 32 * registers <= 65536
+
+
 def test_tiles_of_products():
     """Boxes, ring and pieces of a tile fit in shared memory; three consumers share its rows and sum in two halves."""
     for tokens in (4096, 8192, 65536):
@@ -87,6 +98,15 @@ def test_rows_are_gathered_or_copied(tokens, wide, gathered):
     assert first["GATHER"] == gathered and not second["GATHER"]
     assert ("_spread_kernel" in [name for name, _ in kernels]) != gathered
     assert first["CONSUMERS"] == 3 or not gathered
+    assert (first["MEET"] > 0) == (gathered and wide == 2048) and not second["MEET"]
+
+
+def test_programs_that_cannot_meet_do_not_try(monkeypatch):
+    """Where an expert has one tile of rows, as many as it has tiles of columns meet: 16 of 2048 features."""
+    for sms, met in ((132, True), (16, True), (15, False)):
+        monkeypatch.setitem(globals(), "H100", DEVICES[90]._replace(sms=sms))
+        first = next(meta for _, meta in launched(inputs(2048, wide=2048)) if meta.get("GATHER"))
+        assert (first["MEET"] > 0) == met
 
 
 def test_descriptors_are_widened_where_it_was_asked_for(monkeypatch):
