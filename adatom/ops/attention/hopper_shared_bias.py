@@ -4,9 +4,10 @@
 
 A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
-left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
-it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum,
-and their parts are added afterwards.
+left operand of dQ. What a tile gives of dQ is stored as one part, rounded, for the kernel behind to add; beyond a few
+blocks of keys it is added to a float32 sum in memory by TMA, in whatever order tiles come to it. dbias repeats bit for
+bit, and so does dQ of parts. Where tiles are too few for the GPU, several programs share the sum of dbias, and their
+parts are added afterwards.
 """
 
 import torch
@@ -41,7 +42,7 @@ HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a tim
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
-_SPILL = 128
+_SPILL = 160  # Triton 3.6: 84 to 132
 
 
 @gluon.jit
@@ -134,7 +135,7 @@ def _in_rows(x):
 
 @gluon.jit
 def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr, ADDED: gl.constexpr):
     """Sums HALF rows of every tile. While one half of its columns is worked on, products of the other, of this sharer
     or the next, are made. Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
@@ -146,6 +147,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
     blocks = padded // BLOCK
+    batch = slices * shared // heads
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
@@ -185,11 +187,16 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             s, dq = warpgroup_mma_wait(0, deps=(s, dq))  # S, dQ
             release(empty, n, STAGES)
             b, h = sharer(r, piece, counts, SHARED_HEADS)
-            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-            tma.store_wait(0)  # what was added last has left shared memory
-            dq_s.index(C).store(_in_rows(dq))
-            fence_async_shared()
-            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            tma.store_wait(0)  # what was there last has left shared memory
+            if ADDED:
+                row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
+                dq_s.index(C).store(_in_rows(dq))
+                fence_async_shared()
+                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            else:
+                dq_s.index(C).store((dq * scale).to(dq_s.dtype))
+                fence_async_shared()
+                store_tile(DQ, n0 // BLOCK * batch + b, h, m0 + C * HALF, 0, dq_s.index(C))
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -218,12 +225,13 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 @gluon.jit(do_not_specialize=_COUNTS)
 def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
                  parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
-                 STAGED: gl.constexpr, EARLY: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k); dQ, unscaled, is added to a float32 sum.
+                 STAGED: gl.constexpr, ADDED: gl.constexpr, EARLY: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. DQ: float32 [-1, 128], pieces [16, 128] by batch, head, 64 queries.
+    bias_h: 0 along expanded dimensions. DQ: parts by block of keys and batch; ADDED: a float32 sum, unscaled,
+    [-1, 128], pieces [16, 128] by batch, head, 64 queries.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -232,33 +240,36 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     bias_s = make_tiles(Bias, 2)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], PIECE)
+    if ADDED:
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    else:
+        dq_s = make_tiles(DQ, 2)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(1, 2)
     bias_empty = make_barriers(1, 2)
     fence_async_shared()
-    let_next(EARLY)
     wait_for_previous(EARLY)
+    let_next(EARLY)  # only now: what runs beside this does not wait for the kernel ahead
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
     bars = (full, empty, bias_full, bias_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, ADDED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, ADDED)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
-    """The launch for q, k, v, bias, dout, lse, delta, the sum of dQ, and dbias."""
+def sums_launch(call: Call, bias: torch.Tensor, padded: int, added: bool, programs: int) -> Launch:
+    """The launch of so many programs at most for q, k, v, bias, dout, lse, delta, dQ (its sum if added, or its parts),
+    and dbias."""
     n, dim = BLOCK.value, DIM.value
     slices = bias.shape[0] * bias.shape[1]
     shared = call.batch * call.heads // slices
     tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
-    parts = max(1, min(shared // 4, call.device.sms // tiles))
+    parts = max(1, min(shared // 4, programs // tiles))
     parts = -(-shared // -(-shared // parts))  # each has something to add
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
@@ -266,13 +277,13 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
         parts, padded, call.len_q, call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged, "EARLY": True,
-        "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,
+        "ADDED": added, "EARLY": True, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
+        "Bias": (n // 2, n), "DQ": (dim // 2, 128) if added else (n // 2, dim),
     }  # fmt: skip
     if staged:
         blocks["DBias"] = (n // 2, n)
-    return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+    return Launch(_sums_kernel, min(tiles * parts, programs), scalars, meta, _SPILL, blocks, parts)
