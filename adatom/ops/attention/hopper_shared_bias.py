@@ -4,8 +4,8 @@
 
 A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
-left operand of dQ. What a tile gives of dQ is stored as one part, rounded, for the kernel behind to add; beyond a few
-blocks of keys it is added to a float32 sum in memory by TMA, in whatever order tiles come to it. dbias repeats bit for
+left operand of dQ. What a tile gives of dQ is stored as one part, rounded, for the kernel behind to add; where parts
+would be many, it is added to a float32 sum in memory by TMA, in whatever order tiles come to it. dbias repeats bit for
 bit, and so does dQ of parts. Where tiles are too few for the GPU, several programs share the sum of dbias, and their
 parts are added afterwards.
 """

@@ -9,9 +9,9 @@ the same tiles of the bias, so that a tile is read once for all. S^T and dP^T ar
 in registers, and consumers never meet. With three warps for a scheduler, one exponentiates while others wait for their
 products.
 
-To 768 keys the other kernel comes first in the stream, on a part of the multiprocessors, and this one, which wants
-nothing of it, runs beside it and where it has ended: both read the same at about the same time, and neither waits for
-the last of the other. Beyond, this one comes first and clears the float32 sum of dQ.
+Where parts of dQ are few or small, the other kernel comes first in the stream, on half of the multiprocessors, and this
+one, which wants nothing of it, runs beside it and where it has ended: both read the same at about the same time, and
+neither waits for the last of the other. Elsewhere this one comes first and clears the float32 sum of dQ.
 """
 
 from typing import NamedTuple
@@ -236,7 +236,8 @@ def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, Taken, bias_b, bi
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
 
-_PARTS = 6  # blocks of 128 keys whose parts of dQ are stored
+_FEW = 3  # blocks of 128 keys whose parts of dQ are fewer bytes than a sum that is cleared, added to and converted
+_L2_BYTES = 40 * 2**20  # of more parts, which lie in L2
 _SHARE = 0.55  # of the multiprocessors, what dQ and dbias have while dK and dV are made beside them
 CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers, registers
 
@@ -260,7 +261,8 @@ def _launches(
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
-    parts = -(-call.len_k // m) if call.len_k <= _PARTS * m else 0
+    parts = -(-call.len_k // m)
+    parts = parts if parts <= _FEW or parts * x.q.numel() * x.q.element_size() <= _L2_BYTES else 0
     before = ahead(call, m, out, dout, dlse)
     slices = x.bias.shape[0] * x.bias.shape[1]
     shared = call.batch * call.heads // slices
