@@ -67,7 +67,8 @@ def widened(x):
 
 @gluon.jit
 def _tile(t, slices, counts):
-    """(slice of the bias, part, first query, first key, first and end of the sharers) of tile t."""
+    """(slice of the bias, part, first query, first key) of tile t. Of the sharers every `parts`-th is a part's, so that
+    all parts are near each other in memory, and near what is read beside them."""
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, _ = counts
     n_m = (len_q + BLOCK - 1) // BLOCK
     n_n = (len_k + BLOCK - 1) // BLOCK
@@ -75,9 +76,7 @@ def _tile(t, slices, counts):
     n0 = t % n_n * BLOCK
     piece = t // (n_m * n_n)
     part = piece // slices
-    share = (shared + parts - 1) // parts
-    first = part * share
-    return piece - part * slices, part, m0, n0, first, gl.minimum(first + share, shared)
+    return piece - part * slices, part, m0, n0
 
 
 @gluon.jit
@@ -90,12 +89,12 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, cou
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, _part, m0, n0, first, end = _tile(t, slices, counts)
+        piece, part, m0, n0 = _tile(t, slices, counts)
         wait_empty(bias_empty, turn, 1)
         for c in gl.static_range(2):
             load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
                       bias_full.index(0), bias_s.index(c))
-        for r in range(first, end):
+        for r in range(part, shared, parts):
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = (b * heads + h) * padded + m0
             i = slot(n, STAGES)
@@ -151,16 +150,15 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, part, m0, n0, first, end = _tile(t, slices, counts)
+        piece, part, m0, n0 = _tile(t, slices, counts)
         tile = bias_s.index(C)
         wait_full(bias_full, turn, 1)
         low = gl.zeros([HALF, HALF], gl.float32, SCORES)
         high = gl.zeros([HALF, HALF], gl.float32, SCORES)
-        if first < end:
-            wait_full(full, n, STAGES)
-        s = _product(q_s, k_s, slot(n, STAGES), 0, C)  # of nothing, if nobody shares the tile
+        wait_full(full, n, STAGES)
+        s = _product(q_s, k_s, slot(n, STAGES), 0, C)
         s = warpgroup_mma_wait(0, deps=(s,))
-        for r in range(first, end):
+        for r in range(part, shared, parts):
             i = slot(n, STAGES)
             k = k_s.index(i)
             dp = _product(do_s, v_s, i, 0, C)
@@ -176,7 +174,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dp_high = _product(do_s, v_s, i, 1, C)
             s_high = warpgroup_mma_wait(2, deps=(s_high,))  # S, dQ, dP
             p = _probabilities(s_high, tile.slice(HALF, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
-            if r + 1 < end:
+            if r + parts < shared:
                 wait_full(full, n + 1, STAGES)
             s = _product(q_s, k_s, slot(n + 1, STAGES), 0, C)  # behind the last, of whatever lies there
             dp_high, dq = warpgroup_mma_wait(1, deps=(dp_high, dq))  # dQ, dP, S
@@ -270,7 +268,6 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int, added: bool, progra
     shared = call.batch * call.heads // slices
     tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
     parts = max(1, min(shared // 4, programs // tiles))
-    parts = -(-shared // -(-shared // parts))  # each has something to add
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
         *(int(stride > 0) for stride in call.bias_strides[:2]), slices, call.heads, call.repeats, bias.shape[1], shared,

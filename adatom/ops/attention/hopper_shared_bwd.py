@@ -58,12 +58,14 @@ _SPILL = 0
 
 @gluon.jit
 def _tile(t, counts, SHARERS: gl.constexpr):
-    """(slice of the bias, first key, first sharer) of tile t: the keys of a few sharers follow each other."""
+    """(slice of the bias, first key, first sharer) of tile t: the keys of a few sharers follow each other, then come
+    those that share other slices."""
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     n_n = (len_k + KEYS - 1) // KEYS
+    slices = n_tiles // (n_n * groups)
     group = t // n_n
-    piece = group // groups
-    return piece, (t - group * n_n) * KEYS, (group - piece * groups) * SHARERS
+    first = group // slices
+    return group - first * slices, (t - group * n_n) * KEYS, first * SHARERS
 
 
 @gluon.jit
