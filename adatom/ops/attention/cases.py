@@ -326,6 +326,8 @@ GPU: tuple[Case, ...] = (
     Case("many short", 33, 8, 8, 130, 70, 64, 64, BF16),
     Case("many short causal", 33, 8, 2, 257, 257, 128, 128, BF16, causal=True),
     Case("rows of triangle attention", 32, 4, 4, 500, 504, 32, 32, BF16, bias="1hqk"),
+    Case("rows of triangle attention 256", 36, 4, 4, 300, 256, 32, 32, BF16, bias="1hqk-far"),
+    Case("rows of triangle attention 768 24x24 f16", 8, 8, 8, 700, 760, 24, 24, F16, bias="1hqk", layout="bshd"),
     Case("rows of triangle attention 24x32 f16", 20, 4, 4, 530, 520, 24, 32, F16, bias="2hqk"),
     Case("rows of triangle attention -inf", 17, 3, 3, 533, 600, 32, 32, BF16, bias="11qk-inf"),
     Case("rows of triangle attention -far", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-far", layout="bshd"),

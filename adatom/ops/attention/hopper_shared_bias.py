@@ -4,9 +4,10 @@
 
 A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
-left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
-it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum,
-and their parts are added afterwards.
+left operand of dQ. What a tile gives of dQ is stored as one part, rounded, for the kernel behind to add; where parts
+would be many, it is added to a float32 sum in memory by TMA, in whatever order tiles come to it. dbias repeats bit for
+bit, and so does dQ of parts. Where tiles are too few for the GPU, several programs share the sum of dbias, and their
+parts are added afterwards.
 """
 
 import torch
@@ -41,7 +42,7 @@ HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a tim
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
-_SPILL = 128
+_SPILL = 160  # Triton 3.6: 84 to 132
 
 
 @gluon.jit
@@ -66,7 +67,8 @@ def widened(x):
 
 @gluon.jit
 def _tile(t, slices, counts):
-    """(slice of the bias, part, first query, first key, first and end of the sharers) of tile t."""
+    """(slice of the bias, part, first query, first key) of tile t. Of the sharers every `parts`-th is a part's, so that
+    all parts are near each other in memory, and near what is read beside them."""
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, _ = counts
     n_m = (len_q + BLOCK - 1) // BLOCK
     n_n = (len_k + BLOCK - 1) // BLOCK
@@ -74,9 +76,7 @@ def _tile(t, slices, counts):
     n0 = t % n_n * BLOCK
     piece = t // (n_m * n_n)
     part = piece // slices
-    share = (shared + parts - 1) // parts
-    first = part * share
-    return piece - part * slices, part, m0, n0, first, gl.minimum(first + share, shared)
+    return piece - part * slices, part, m0, n0
 
 
 @gluon.jit
@@ -89,12 +89,12 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, cou
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, _part, m0, n0, first, end = _tile(t, slices, counts)
+        piece, part, m0, n0 = _tile(t, slices, counts)
         wait_empty(bias_empty, turn, 1)
         for c in gl.static_range(2):
             load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
                       bias_full.index(0), bias_s.index(c))
-        for r in range(first, end):
+        for r in range(part, shared, parts):
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = (b * heads + h) * padded + m0
             i = slot(n, STAGES)
@@ -134,7 +134,7 @@ def _in_rows(x):
 
 @gluon.jit
 def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr, ADDED: gl.constexpr):
     """Sums HALF rows of every tile. While one half of its columns is worked on, products of the other, of this sharer
     or the next, are made. Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
@@ -146,19 +146,19 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
     blocks = padded // BLOCK
+    batch = slices * shared // heads
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, part, m0, n0, first, end = _tile(t, slices, counts)
+        piece, part, m0, n0 = _tile(t, slices, counts)
         tile = bias_s.index(C)
         wait_full(bias_full, turn, 1)
         low = gl.zeros([HALF, HALF], gl.float32, SCORES)
         high = gl.zeros([HALF, HALF], gl.float32, SCORES)
-        if first < end:
-            wait_full(full, n, STAGES)
-        s = _product(q_s, k_s, slot(n, STAGES), 0, C)  # of nothing, if nobody shares the tile
+        wait_full(full, n, STAGES)
+        s = _product(q_s, k_s, slot(n, STAGES), 0, C)
         s = warpgroup_mma_wait(0, deps=(s,))
-        for r in range(first, end):
+        for r in range(part, shared, parts):
             i = slot(n, STAGES)
             k = k_s.index(i)
             dp = _product(do_s, v_s, i, 0, C)
@@ -174,7 +174,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dp_high = _product(do_s, v_s, i, 1, C)
             s_high = warpgroup_mma_wait(2, deps=(s_high,))  # S, dQ, dP
             p = _probabilities(s_high, tile.slice(HALF, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
-            if r + 1 < end:
+            if r + parts < shared:
                 wait_full(full, n + 1, STAGES)
             s = _product(q_s, k_s, slot(n + 1, STAGES), 0, C)  # behind the last, of whatever lies there
             dp_high, dq = warpgroup_mma_wait(1, deps=(dp_high, dq))  # dQ, dP, S
@@ -185,11 +185,16 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             s, dq = warpgroup_mma_wait(0, deps=(s, dq))  # S, dQ
             release(empty, n, STAGES)
             b, h = sharer(r, piece, counts, SHARED_HEADS)
-            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-            tma.store_wait(0)  # what was added last has left shared memory
-            dq_s.index(C).store(_in_rows(dq))
-            fence_async_shared()
-            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            tma.store_wait(0)  # what was there last has left shared memory
+            if ADDED:
+                row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
+                dq_s.index(C).store(_in_rows(dq))
+                fence_async_shared()
+                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            else:
+                dq_s.index(C).store((dq * scale).to(dq_s.dtype))
+                fence_async_shared()
+                store_tile(DQ, n0 // BLOCK * batch + b, h, m0 + C * HALF, 0, dq_s.index(C))
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -218,12 +223,13 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 @gluon.jit(do_not_specialize=_COUNTS)
 def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
                  parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
-                 STAGED: gl.constexpr, EARLY: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k); dQ, unscaled, is added to a float32 sum.
+                 STAGED: gl.constexpr, ADDED: gl.constexpr, EARLY: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. DQ: float32 [-1, 128], pieces [16, 128] by batch, head, 64 queries.
+    bias_h: 0 along expanded dimensions. DQ: parts by block of keys and batch; ADDED: a float32 sum, unscaled,
+    [-1, 128], pieces [16, 128] by batch, head, 64 queries.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -232,47 +238,49 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     bias_s = make_tiles(Bias, 2)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], PIECE)
+    if ADDED:
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    else:
+        dq_s = make_tiles(DQ, 2)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(1, 2)
     bias_empty = make_barriers(1, 2)
     fence_async_shared()
-    let_next(EARLY)
     wait_for_previous(EARLY)
+    let_next(EARLY)  # only now: what runs beside this does not wait for the kernel ahead
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
     bars = (full, empty, bias_full, bias_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, ADDED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, ADDED)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
-    """The launch for q, k, v, bias, dout, lse, delta, the sum of dQ, and dbias."""
+def sums_launch(call: Call, bias: torch.Tensor, padded: int, added: bool, programs: int) -> Launch:
+    """The launch of so many programs at most for q, k, v, bias, dout, lse, delta, dQ (its sum if added, or its parts),
+    and dbias."""
     n, dim = BLOCK.value, DIM.value
     slices = bias.shape[0] * bias.shape[1]
     shared = call.batch * call.heads // slices
     tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
-    parts = max(1, min(shared // 4, call.device.sms // tiles))
-    parts = -(-shared // -(-shared // parts))  # each has something to add
+    parts = max(1, min(shared // 4, programs // tiles))
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
         *(int(stride > 0) for stride in call.bias_strides[:2]), slices, call.heads, call.repeats, bias.shape[1], shared,
         parts, padded, call.len_q, call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged, "EARLY": True,
-        "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,
+        "ADDED": added, "EARLY": True, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
+        "Bias": (n // 2, n), "DQ": (dim // 2, 128) if added else (n // 2, dim),
     }  # fmt: skip
     if staged:
         blocks["DBias"] = (n // 2, n)
-    return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+    return Launch(_sums_kernel, min(tiles * parts, programs), scalars, meta, _SPILL, blocks, parts)

@@ -4,9 +4,14 @@ wanted, as in triangle attention.
     P = exp(S + bias - lse);  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dV = P^T dO
 
 This kernel gives dK and dV; that of hopper_shared_bias.py dQ and the gradient of the bias. Each of three consumer
-warpgroups owns 64 keys of a sharer of its own, and all of them walk over the same tiles of the bias, so that a tile is
-read once for three. S^T and dP^T are formed transposed: P^T and dS^T stay in registers, and consumers never meet. With
-three warps for a scheduler, one exponentiates while others wait for their products.
+warpgroups (two, where that leaves fewer places empty) owns 64 keys of a sharer of its own, and all of them walk over
+the same tiles of the bias, so that a tile is read once for all. S^T and dP^T are formed transposed: P^T and dS^T stay
+in registers, and consumers never meet. With three warps for a scheduler, one exponentiates while others wait for their
+products.
+
+Where parts of dQ are few or small, the other kernel comes first in the stream, on half of the multiprocessors, and this
+one, which wants nothing of it, runs beside it and where it has ended: both read the same at about the same time, and
+neither waits for the last of the other. Elsewhere this one comes first and clears the float32 sum of dQ.
 """
 
 from typing import NamedTuple
@@ -14,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_bwd_ends import ends
+from adatom.ops.attention.hopper_bwd_feed import number_of
 from adatom.ops.attention.hopper_shared_bias import DIM, sharer, sums_launch, widened
-from adatom.ops.attention.hopper_shared_ends import ahead
+from adatom.ops.attention.hopper_shared_ends import ahead, finish
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.ops.attention.triton_sum import sum_of_parts
@@ -31,6 +37,7 @@ from adatom.tiles.hopper import (
     load_tile_and_numbers,
     make_barriers,
     make_tiles,
+    mbarrier,
     release,
     slot,
     store_tile,
@@ -45,36 +52,41 @@ from adatom.tiles.hopper import (
 BLOCK_M = gl.constexpr(128)  # queries of a buffer
 PART = gl.constexpr(64)  # those worked on at a time
 KEYS = gl.constexpr(64)  # of a consumer
-SHARERS = gl.constexpr(3)  # that work beside each other
-STAGES = gl.constexpr(2)  # buffers of queries, dO and bias
 KV_STAGES = gl.constexpr(2)
 _SPILL = 0
 
 
 @gluon.jit
-def _tile(t, counts):
-    """(slice of the bias, first key, first sharer) of tile t: the keys of a few sharers follow each other."""
+def _tile(t, counts, SHARERS: gl.constexpr):
+    """(slice of the bias, first key, first sharer) of tile t: the keys of a few sharers follow each other, then come
+    those that share other slices."""
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     n_n = (len_k + KEYS - 1) // KEYS
+    slices = n_tiles // (n_n * groups)
     group = t // n_n
-    piece = group // groups
-    return piece, (t - group * n_n) * KEYS, (group - piece * groups) * SHARERS
+    first = group // slices
+    return group - first * slices, (t - group * n_n) * KEYS, first * SHARERS
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, zeros_s, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+              SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, BESIDE: gl.constexpr):
     """Keeps the rings full, and clears a share of the sum of dQ with each tile. Beyond the last sharer, the last one
-    comes again."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
+    comes again. Takes the next tile that no program took, and tells the consumers its number."""
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h, n_pieces = several
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, n0, first = _tile(t, counts)
+    t = gl.program_id(0)
+    while t < n_tiles:
+        following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+        piece, n0, first = _tile(t, counts, SHARERS)
         i_kv = slot(turn, KV_STAGES)
         wait_empty(kv_empty, turn, KV_STAGES)
+        number_s.index(i_kv).store(gl.full([1], t, gl.int32, ONE))
         for c in gl.static_range(SHARERS):
             b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
             load_tile(K, b, h, n0, 0, kv_full.index(i_kv), k_s.index(i_kv * SHARERS + c))
@@ -95,14 +107,20 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, zeros_s, several, tiles, bar
         for at in range(t, n_pieces, n_tiles):
             tma.async_store(Sum, [at * (DIM // 2), 0], zeros_s)
         turn += 1
+        t = following
+    wait_empty(kv_empty, turn, KV_STAGES)
+    number_s.index(slot(turn, KV_STAGES)).store(gl.full([1], n_tiles, gl.int32, ONE))  # no tile's: the end
+    mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
     tma.store_wait(0)
+    wait_for_previous(BESIDE)
 
 
 @gluon.jit
-def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr):
+def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr,
+              STAGES: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     PARTS: gl.constexpr = BLOCK_M // PART
@@ -114,9 +132,10 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
     unit = scale * LOG2E
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, n0, first = _tile(t, counts)
-        wait_full(kv_full, turn, KV_STAGES)
+    wait_full(kv_full, turn, KV_STAGES)
+    t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
+    while t < n_tiles:
+        piece, n0, first = _tile(t, counts, SHARERS)
         k_tile = k_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         k = k_tile
@@ -159,20 +178,24 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
         gl.barrier()
         release(kv_empty, turn, KV_STAGES)
         turn += 1
+        wait_full(kv_full, turn, KV_STAGES)
+        t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
 
 
 _COUNTS = ["n_pieces", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, bias_b, bias_h, n_pieces, heads, repeats, bias_heads,
-                 shared, groups, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EARLY: gl.constexpr,
+def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_pieces, heads, repeats,
+                 bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
+                 SHARERS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
                  REGISTERS: gl.constexpr):
-    """dK and dV of tiles of 64 keys of three sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
+    """dK and dV of tiles of 64 keys of a few sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
-    (batch, head), of consecutive batch elements, `repeats` of them, in `groups` of three; its number is multiplied by
-    bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    (batch, head), of consecutive batch elements, `repeats` of them, in `groups` of SHARERS; its number is multiplied by
+    bias_b, that of its head by bias_h: 0 along expanded dimensions. Taken: int32, 0. BESIDE: nothing is wanted of the
+    kernel ahead in the stream, beside which this one may run; it does not end before that.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -181,6 +204,7 @@ def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, bias_b, bias_h, n
     bias_s = make_tiles(Bias, STAGES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Delta.layout)
+    number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zeros_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 128], Sum.layout)
     zeros_s.store(gl.zeros([DIM // 2, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])))
     full = make_barriers(STAGES, 1 + 2 * SHARERS)
@@ -189,20 +213,35 @@ def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, bias_b, bias_h, n
     kv_empty = make_barriers(KV_STAGES, SHARERS)
     fence_async_shared()
     let_next(EARLY)
-    wait_for_previous(EARLY)
-    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s)
+    wait_for_previous(EARLY and not BESIDE)
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, number_s)
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h, n_pieces)
-    gl.warp_specialize([
-        (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS)),
-        (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS)),
-        (_consumer, (DK, DV, tiles, bars, counts, scale, 2, SHARED_HEADS)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, Sum, zeros_s, several, tiles, bars, counts, SHARED_HEADS)),
-    ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    if SHARERS == 2:
+        gl.warp_specialize([
+            (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS, STAGES)),
+            (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS, STAGES)),
+            (_producer, (Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, BESIDE)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS, STAGES)),
+            (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS, STAGES)),
+            (_consumer, (DK, DV, tiles, bars, counts, scale, 2, SHARED_HEADS, SHARERS, STAGES)),
+            (_producer, (Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, BESIDE)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
+
+
+_FEW = 3  # blocks of 128 keys whose parts of dQ are fewer bytes than a sum that is cleared, added to and converted
+_L2_BYTES = 40 * 2**20  # of more parts, which lie in L2
+_SHARE = 0.55  # of the multiprocessors, what dQ and dbias have while dK and dV are made beside them
+CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers, registers
 
 
 class Launches(NamedTuple):
@@ -213,6 +252,7 @@ class Launches(NamedTuple):
     sums: Launch
     behind: launch.Launch
     blocks: int  # of 128 queries, of all heads
+    parts: int  # of dQ, if it is not a sum
 
 
 def _launches(
@@ -220,36 +260,44 @@ def _launches(
 ) -> Launches:  # fmt: skip
     call = Call(x, o)
     assert x.bias is not None
-    m, n, dim = BLOCK_M.value, KEYS.value, DIM.value
+    m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
+    parts = -(-call.len_k // m)
+    parts = parts if parts <= _FEW or parts * x.q.numel() * x.q.element_size() <= _L2_BYTES else 0
     before = ahead(call, m, out, dout, dlse)
-    _, behind = ends(call, dim, m, out, dout, dq)
     slices = x.bias.shape[0] * x.bias.shape[1]
     shared = call.batch * call.heads // slices
-    groups = -(-shared // SHARERS.value)
+    sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
+    stages, registers = CONFIGS[sharers]
+    groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), n_blocks * 2, call.heads, call.repeats,
+        *(int(stride > 0) for stride in call.bias_strides[:2]), 0 if parts else n_blocks * 2, call.heads, call.repeats,
         x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EARLY": True, "REGISTERS": 160, "num_warps": 4,
-        "launch_pdl": True,
+        "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages, "EARLY": True,
+        "BESIDE": parts > 0, "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,), "Bias": (m, n),
         "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
-    keys = Launch(_keys_kernel, min(n_tiles, call.device.sms), scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums_launch(call, x.bias, n_m * m), behind, n_blocks)
+    keys = Launch(_keys_kernel, min(n_tiles, sms), scalars, meta, _SPILL, blocks)
+    sums = sums_launch(call, x.bias, n_m * m, not parts, round(sms * _SHARE) if parts else sms)
+    if parts:
+        behind = finish(call, dq, x.bias.numel() if sums.parts > 1 else 0, sums.parts, parts)
+    else:
+        _, behind = ends(call, dim, m, out, dout, dq)
+    return Launches(before, keys, sums, behind, n_blocks, parts)
 
 
 def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias, None. dq is summed in an order that varies from run to run."""
+    """dq, dk, dv, dbias, None. dq of many keys is summed in an order that varies from run to run."""
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
@@ -258,9 +306,18 @@ def backward(
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
-    total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
-    plan.before(out, dout, lse, dlse, rows, delta)
-    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, total, dk, dv)  # clears the sum of dQ
-    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
-    plan.behind(total, dq, x.cu_seqlens_q)
+    taken = empty((1,), lse, torch.int32)
+    plan.before(out, dout, lse, dlse, rows, delta, taken)
+    if not plan.parts:
+        total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
+        plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, total, dk, dv, taken)  # clears the sum of dQ
+        dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
+        plan.behind(total, dq, x.cu_seqlens_q)
+        return dq, dk, dv, dbias, None
+    parts = empty((plan.parts * x.q.shape[0], *x.q.shape[1:]), x.q)
+    dbias = empty(tuple(bias.shape), bias)
+    sums = dbias if plan.sums.parts == 1 else empty((plan.sums.parts, *bias.shape), bias, torch.float32)
+    plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, parts, sums)
+    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, delta.view(-1, 128), dk, dv, taken)
+    plan.behind(parts, sums, dq, dbias)
     return dq, dk, dv, dbias, None

@@ -9,11 +9,9 @@ some exponentiate while others wait for their products, without any order among 
 
 A row's maximum over its first 64 keys is subtracted from all of its scores, so that nothing need be scaled anew: P of
 16 bits and float32 sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did
-not, or a row saw nothing, its program does all of its tiles again with running maxima, in a second launch of the same
-kernel, which otherwise ends at once. Which of the two a row's numbers come from does not vary from run to run.
+not, or a row saw nothing, its program does all of its tiles again with running maxima. Which of the two a row's numbers
+come from does not vary from run to run.
 """
-
-from typing import NamedTuple
 
 import torch
 
@@ -31,6 +29,7 @@ from adatom.tiles.hopper import (
     load_tile,
     make_barriers,
     make_tiles,
+    named_sync,
     release,
     slot,
     store_tile,
@@ -46,7 +45,10 @@ BLOCK = gl.constexpr(128)  # queries and keys of a tile of the bias
 HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
 SHARERS = gl.constexpr(2)  # that work beside each other
 Q_STAGES = gl.constexpr(2)
-_SPILL = 64
+ALL = gl.constexpr(8)  # named barrier of a program's consumers and its producer
+STORED = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # what TMA stores is in memory
+FLAG = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SPILL = 384  # Triton 3.6: 56 to 204; 3.9: to 540
 
 
 @gluon.jit
@@ -80,10 +82,17 @@ def _sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _unfit(Unfit):
-    """Whether a consumer of this program met a row whose first keys were no measure for the others."""
-    at = Unfit + gl.program_id(0) * (2 * SHARERS)
-    return (gl.load(at) | gl.load(at + 1) | gl.load(at + 2) | gl.load(at + 3)) != 0
+def _unfit(flags, WARPS: gl.constexpr):
+    """1 if a consumer of this program met a row whose first keys were no measure for the others. All warps meet here.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    gl.barrier()
+    named_sync(ALL, 256 * SHARERS + 32)
+    gl.barrier()
+    some = flags.index(0).load(LAYOUT)
+    for c in gl.static_range(1, 2 * SHARERS):
+        some |= flags.index(c).load(LAYOUT)
+    return gl.max(some, 0)
 
 
 @gluon.jit
@@ -97,42 +106,43 @@ def _load_bias(Bias, several, piece, m0, n0, full, tiles, i, counts):
 
 
 @gluon.jit
-def _producer(Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, EXACT: gl.constexpr,
-              STAY: gl.constexpr, STAGES: gl.constexpr):
+def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, STAY: gl.constexpr,
+              STAGES: gl.constexpr):
     """Keeps the rings full."""
-    q_s, k_s, v_s, bias_s = tiles
+    q_s, k_s, v_s, bias_s, flags = tiles
     q_full, q_empty, full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
-    if EXACT:
-        n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
     n = 0
     turn = 0
     walk = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, m0, first, pairs = _tile(t, counts, STAY)
-        if STAY > 0:
-            wait_empty(bias_empty, walk, 1)
-            for m in gl.static_range(STAY):
-                _load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s, m, counts)
-        for pair in range(pairs):
-            r = first + pair * SHARERS
-            i_q = slot(turn, Q_STAGES)
-            wait_empty(q_empty, turn, Q_STAGES)
-            for c in gl.static_range(SHARERS * 2):
-                b, h = _sharer(r + c // 2, piece, counts, SHARED_HEADS)
-                load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
-            for n0 in range(0, len_k, BLOCK):
-                i = slot(n, STAGES)
-                wait_empty(empty, n, STAGES)
-                for c in gl.static_range(SHARERS):
-                    b, h = _sharer(r + c, piece, counts, SHARED_HEADS)
-                    load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
-                    load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
-                if STAY == 0:
-                    _load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s, i, counts)
-                n += 1
-            turn += 1
-        walk += 1
+    for again in range(2):
+        if again > 0:
+            n_tiles *= _unfit(flags, 1)
+        for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+            piece, m0, first, pairs = _tile(t, counts, STAY)
+            if STAY > 0:
+                wait_empty(bias_empty, walk, 1)
+                for m in gl.static_range(STAY):
+                    _load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s, m, counts)
+            for pair in range(pairs):
+                r = first + pair * SHARERS
+                i_q = slot(turn, Q_STAGES)
+                wait_empty(q_empty, turn, Q_STAGES)
+                for c in gl.static_range(SHARERS * 2):
+                    b, h = _sharer(r + c // 2, piece, counts, SHARED_HEADS)
+                    load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
+                for n0 in range(0, len_k, BLOCK):
+                    i = slot(n, STAGES)
+                    wait_empty(empty, n, STAGES)
+                    for c in gl.static_range(SHARERS):
+                        b, h = _sharer(r + c, piece, counts, SHARED_HEADS)
+                        load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
+                        load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
+                    if STAY == 0:
+                        _load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s, i, counts)
+                    n += 1
+                turn += 1
+            walk += 1
 
 
 @gluon.jit
@@ -144,10 +154,11 @@ def _leave(q_empty, turn):
 
 
 @gluon.jit
-def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, EXACT: gl.constexpr, MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):
-    """Computes HALF rows of out and lse of a sharer, tile after tile."""
-    q_s, k_s, v_s, bias_s = tiles
+def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
+              MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):
+    """Computes HALF rows of out and lse of a sharer, tile after tile; once more with running maxima, if a row of the
+    program wants it."""
+    q_s, k_s, v_s, bias_s, flags = tiles
     q_full, q_empty, full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -159,98 +170,99 @@ def _consumer(Out, Lse, Unfit, tiles, bars, counts, scale, C: gl.constexpr, SHAR
     n = 0
     turn = 0
     walk = 0
-    if EXACT:
-        n_tiles = gl.where(_unfit(Unfit), n_tiles, 0)
     unfit = gl.full([HALF], 0, gl.int32, ROWS)
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, m0, first, pairs = _tile(t, counts, STAY)
-        if STAY > 0:
-            wait_full(bias_full, walk, 1)
-        for pair in range(pairs):
-            r = first + pair * SHARERS
-            i_q = slot(turn, Q_STAGES)
-            wait_full(q_full, turn, Q_STAGES)
-            q = q_s.index(i_q * (SHARERS * 2) + C)
-            m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-            base = gl.full([HALF], 0.0, gl.float32, ROWS)
-            l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
-            acc = gl.zeros([HALF, DIM], gl.float32, O)
-            for n0 in range(0, len_k, BLOCK):
-                i = slot(n, STAGES)
-                wait_full(full, n, STAGES)
-                tile = bias_s.index((n0 // BLOCK if STAY > 0 else i) * 2 + C % 2)
-                for part in gl.static_range(2):
-                    k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
-                    v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
-                    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                    bias = tile.slice(part * HALF, HALF, dim=1).load(S)
-                    s, acc = warpgroup_mma_wait(0, deps=(s, acc))  # and P V of the part before
-                    # a bias may be as large as -1e9: what is subtracted must be one of the scores
-                    s = s * scale + widened(bias)
-                    if not EVEN_N:
-                        if n0 + BLOCK > len_k:
-                            columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
-                            s = gl.where(columns[None, :] < len_k, s, float("-inf"))
-                    if EXACT:
-                        m_new = gl.maximum(m, gl.max(s, 1))
-                        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-                        alpha = gl.exp2((m - base) * LOG2E)
-                        m = m_new
-                        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-                        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-                    elif part == 0:
-                        if n0 == 0:
-                            m = gl.max(s, 1)
-                            near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
-                            m = gl.where(near, m, 0.0)
-                            base = m * LOG2E
-                            unfit |= gl.where(near, 0, 1)
-                    if EXACT:
-                        p = gl.exp2((s - base[:, None]) * LOG2E)
-                    else:
-                        p = gl.exp2(s * LOG2E - base[:, None])
-                    l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
-                    p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
-                    acc = warpgroup_mma(p16, v, acc, is_async=True)
-                if STAY > 0:
-                    if (n0 == 0) & (turn > 0):
-                        _leave(q_empty, turn - 1)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                release(empty, n, STAGES)
-                n += 1
-            l = gl.convert_layout(gl.sum(l, 1), ROWS)
-            if not EXACT:
-                unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
-            seen = l > 0.0
-            l = gl.where(seen, l, 1.0)
-            acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-            q.store(acc.to(q.dtype))
-            fence_async_shared()
-            b, h = _sharer(r + C // 2, piece, counts, SHARED_HEADS)
-            row = m0 + C % 2 * HALF
-            store_tile(Out, b, h, row, 0, q)
-            rows = row + gl.arange(0, HALF, ROWS)
-            lse = gl.where(seen, m + gl.log2(l) * LN2, float("-inf"))
-            gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
-            if STAY == 0:
-                _leave(q_empty, turn)
-            turn += 1
-        if STAY > 0:
-            release(bias_empty, walk, 1)
-        walk += 1
+    for EXACT in gl.static_range(2):
+        if EXACT:
+            flags.index(C).store(gl.convert_layout(unfit, gl.BlockedLayout([1], [32], [4], [0])))
+            n_tiles *= _unfit(flags, 4)
+            gl.inline_asm_elementwise(STORED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+            piece, m0, first, pairs = _tile(t, counts, STAY)
+            if STAY > 0:
+                wait_full(bias_full, walk, 1)
+            for pair in range(pairs):
+                r = first + pair * SHARERS
+                i_q = slot(turn, Q_STAGES)
+                wait_full(q_full, turn, Q_STAGES)
+                q = q_s.index(i_q * (SHARERS * 2) + C)
+                m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+                base = gl.full([HALF], 0.0, gl.float32, ROWS)
+                l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
+                acc = gl.zeros([HALF, DIM], gl.float32, O)
+                for n0 in range(0, len_k, BLOCK):
+                    i = slot(n, STAGES)
+                    wait_full(full, n, STAGES)
+                    tile = bias_s.index((n0 // BLOCK if STAY > 0 else i) * 2 + C % 2)
+                    for part in gl.static_range(2):
+                        k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                        v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                        bias = tile.slice(part * HALF, HALF, dim=1).load(S)
+                        s, acc = warpgroup_mma_wait(0, deps=(s, acc))  # and P V of the part before
+                        # a bias may be as large as -1e9: what is subtracted must be one of the scores
+                        s = s * scale + widened(bias)
+                        if not EVEN_N:
+                            if n0 + BLOCK > len_k:
+                                columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
+                                s = gl.where(columns[None, :] < len_k, s, float("-inf"))
+                        if EXACT:
+                            m_new = gl.maximum(m, gl.max(s, 1))
+                            base = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+                            alpha = gl.exp2((m - base) * LOG2E)
+                            m = m_new
+                            factor = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+                            l = l * factor[:, None]
+                            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                        elif part == 0:
+                            if n0 == 0:
+                                m = gl.max(s, 1)
+                                near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
+                                m = gl.where(near, m, 0.0)
+                                base = m * LOG2E
+                                unfit |= gl.where(near, 0, 1)
+                        if EXACT:
+                            p = gl.exp2((s - base[:, None]) * LOG2E)
+                        else:
+                            p = gl.exp2(s * LOG2E - base[:, None])
+                        l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
+                        p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
+                        acc = warpgroup_mma(p16, v, acc, is_async=True)
+                    if STAY > 0:
+                        if (n0 == 0) & (turn > 0):
+                            _leave(q_empty, turn - 1)
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    release(empty, n, STAGES)
+                    n += 1
+                l = gl.convert_layout(gl.sum(l, 1), ROWS)
+                if not EXACT:
+                    unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
+                seen = l > 0.0
+                l = gl.where(seen, l, 1.0)
+                acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+                q.store(acc.to(q.dtype))
+                fence_async_shared()
+                b, h = _sharer(r + C // 2, piece, counts, SHARED_HEADS)
+                row = m0 + C % 2 * HALF
+                store_tile(Out, b, h, row, 0, q)
+                rows = row + gl.arange(0, HALF, ROWS)
+                lse = gl.where(seen, m + gl.log2(l) * LN2, float("-inf"))
+                gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
+                if STAY == 0:
+                    _leave(q_empty, turn)
+                turn += 1
+            if STAY > 0:
+                release(bias_empty, walk, 1)
+            walk += 1
     tma.store_wait(0)
-    if not EXACT:
-        gl.store(Unfit + gl.program_id(0) * (2 * SHARERS) + C, gl.max(unfit, 0))
 
 
 _COUNTS = ["heads", "repeats", "bias_heads", "shared", "ranges", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, bias_heads, shared, ranges, len_q,
-                len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, EXACT: gl.constexpr,
-                MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-                REGISTERS: gl.constexpr):
+def _fwd_kernel(Q, K, V, Bias, Out, Lse, bias_b, bias_h, heads, repeats, bias_heads, shared, ranges, len_q,
+                len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, MOST: gl.constexpr,
+                STAY: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """out and lse of 128 queries of sharers, two at a time.
 
     Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in so many
@@ -261,6 +273,7 @@ def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, 
     k_s = make_tiles(K, STAGES * SHARERS)
     v_s = make_tiles(V, STAGES * SHARERS)
     bias_s = make_tiles(Bias, (STAY if STAY > 0 else STAGES) * 2)
+    flags = gl.allocate_shared_memory(gl.int32, [2 * SHARERS, HALF], FLAG)
     q_full = make_barriers(Q_STAGES, 2 * SHARERS)
     q_empty = make_barriers(Q_STAGES, 2 * SHARERS)
     full = make_barriers(STAGES, 2 * SHARERS + (0 if STAY > 0 else 2))
@@ -270,24 +283,17 @@ def _fwd_kernel(Q, K, V, Bias, Out, Lse, Unfit, bias_b, bias_h, heads, repeats, 
     fence_async_shared()
     let_next(EARLY)
     wait_for_previous(EARLY)
-    tiles = (q_s, k_s, v_s, bias_s)
+    tiles = (q_s, k_s, v_s, bias_s, flags)
     bars = (q_full, q_empty, full, empty, bias_full, bias_empty)
     counts = (heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
-        (_consumer, (Out, Lse, Unfit, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, EXACT, MOST, STAY, STAGES)),
-        (_producer, (Q, K, V, Bias, Unfit, several, tiles, bars, counts, SHARED_HEADS, EXACT, STAY, STAGES)),
+        (_consumer, (Out, Lse, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
+        (_consumer, (Out, Lse, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
+        (_consumer, (Out, Lse, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
+        (_consumer, (Out, Lse, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
+        (_producer, (Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS, STAY, STAGES)),
     ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
-
-
-class Launches(NamedTuple):
-    """The launches of one forward."""
-
-    main: Launch
-    again: Launch
 
 
 def _buffers(call: Call) -> tuple[int, int]:
@@ -298,7 +304,7 @@ def _buffers(call: Call) -> tuple[int, int]:
     return (stay, stages) if stages >= 2 else (0, 3)
 
 
-def _launches(x: Inputs, o: Options) -> Launches:
+def _launch(x: Inputs, o: Options) -> Launch:
     call = Call(x, o)
     assert x.bias is not None
     n, dim = BLOCK.value, DIM.value
@@ -314,22 +320,17 @@ def _launches(x: Inputs, o: Options) -> Launches:
         ranges, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EXACT": False,
+        "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n),
         "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "STAY": stay, "STAGES": stages, "EARLY": True,
         "REGISTERS": 112, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {"Q": (n // 2, dim), "K": (n, dim), "V": (n, dim), "Bias": (n // 2, n), "Out": (n // 2, dim)}
     programs = min(n_tiles, call.device.sms)
-    return Launches(
-        *(Launch(_fwd_kernel, programs, scalars, meta | {"EXACT": exact}, _SPILL, blocks) for exact in (False, True))
-    )
+    return Launch(_fwd_kernel, programs, scalars, meta, _SPILL, blocks)
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
-    plan = remembered(x, "fwd", lambda: _launches(x, o))
-    unfit = torch.empty(plan.main.programs * 2 * SHARERS.value, dtype=torch.int32, device=lse.device)
-    for launch in plan:
-        launch(x.q, x.k, x.v, x.bias, out, lse, unfit)
+    remembered(x, "fwd", lambda: _launch(x, o))(x.q, x.k, x.v, x.bias, out, lse)
     return out, lse

@@ -189,8 +189,8 @@ def hopper_deep_fwd(p: Problem) -> str | None:
     return None
 
 
-def _shared_bias(p: Problem) -> str | None:
-    """A full bias that many share, to head_dim 32: sm_90, what TMA can read, no masks."""
+def _shared_bias(p: Problem, least: int) -> str | None:
+    """A full bias that many share, `least` batch elements or more, to head_dim 32: sm_90, what TMA reads, no masks."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.bias != "full" or p.bias_dtype != p.dtype or not p.bias_shared:
@@ -203,8 +203,8 @@ def _shared_bias(p: Problem) -> str | None:
         return "takes no mask, softcap, sinks, kv_lens or packed sequences"
     if not p.tma or not p.bias_tma:
         return "needs contiguous keys of the bias, and addresses and strides that are multiples of 16 bytes"
-    if p.least_length < 256 or p.batch < 16 or p.batch * p.heads * p.seqlen_q < 256 * p.device.sms:
-        return "is for 16 batch elements or more, 256 queries and keys or more, and enough of them to fill the GPU"
+    if p.least_length < 256 or p.batch < least or p.batch * p.heads * p.seqlen_q < 256 * p.device.sms:
+        return f"is for {least} batch elements or more, 256 queries and keys or more, and enough to fill the GPU"
     return None
 
 
@@ -212,14 +212,14 @@ def hopper_shared_fwd(p: Problem) -> str | None:
     """The Gluon forward to head_dim 32 under a full bias that many share, in 16 bits."""
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
-    return _shared_bias(p)
+    return _shared_bias(p, 8)
 
 
 def hopper_float_fwd(p: Problem) -> str | None:
     """The Gluon forward to head_dim 32 under a full bias that many share, in float32."""
     if p.dtype != torch.float32 or p.precision != "tf32x3":
         return f'takes float32 of precision "tf32x3"; got {p.dtype}, {p.precision}'
-    return _shared_bias(p)
+    return _shared_bias(p, 16)
 
 
 def hopper_float_bwd(p: Problem) -> str | None:
@@ -233,9 +233,7 @@ def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
     if (why := hopper_shared_fwd(p)) is not None:
         return why
-    if not p.bias_grad:
-        return "makes dQ along with the gradient of the bias, which nobody wants"
-    return "was as slow as programs that have whole heads at lengths below 512" if p.least_length < 512 else None
+    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
 
 
 def hopper_bwd_any(p: Problem) -> str | None:
