@@ -18,6 +18,7 @@ from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
+from adatom.ops.attention import hopper_sharers as sharers  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
@@ -109,15 +110,14 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language.store = lambda at, value, mask=torch.tensor(True): at.store(value, mask)  # noqa: B008
     language.load = lambda at: at.load()
     names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2), "SCORES": None, "KEEP_NAN": None}
-    for source in (bias_part, module):
+    for source in (sharers, bias_part, module):
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
                 names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
             elif name.isupper() and isinstance(getattr(value, "value", None), int):
                 names[name] = value.value
     names["widened"] = lambda x: x.float()
-    names["sharer"] = lambda *a: tuple(map(Whole, bias_part.sharer.fn(*a)))
-    for name in {"_sharer", "_tile"} & set(names):
+    for name in {"sharer", "tile_of_sum", "_tile"} & set(names):
         names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
     return names
 
