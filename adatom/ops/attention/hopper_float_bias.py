@@ -89,7 +89,7 @@ def _producer(Q, K, V, DOut, Rows, Delta, Bias, several, tiles, bars, slices, co
         wait_empty(bias_empty, turn, 1)
         load_bias(Bias, several, piece, m0, n0, bias_full.index(0), bias_s, 0, counts)
         for r in range(first, end):
-            b, h = sharer(gl.minimum(r, shared - 1), piece, counts, SHARED_HEADS)
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = (b * heads + h) * padded + m0
             i = slot(n, STAGES)
             wait_empty(empty, n, STAGES)
@@ -152,7 +152,7 @@ def _consumer(DBias, DQ, Factors, tiles, bars, slices, counts, n_heads, scale, C
         s = warpgroup_mma_wait(0, deps=(s,))
         for r in range(first, end):
             i = slot(n, STAGES)
-            b, h = sharer(gl.minimum(r, shared - 1), piece, counts, SHARED_HEADS)
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
             F = Factors + b * heads + h
             unit = gl.load(F + OF_S * n_heads) * (scale * LOG2E)
             of_dp = gl.load(F + OF_DP * n_heads)
