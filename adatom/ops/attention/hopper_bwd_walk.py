@@ -335,12 +335,19 @@ def _clear_keys(n0, len_k, i_kv, tiles, C: gl.constexpr):
 
 @gluon.jit
 def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.constexpr, DIM: gl.constexpr):
-    """Write the accumulator x to rows of a gradient, by way of a tile of shared memory."""
-    tile.store(x.to(X.dtype))
-    if PLAN.VARLEN:  # the rows after the last are the next sequence's
-        stride_h, stride_n = strides
+    """Write the accumulator x to rows of a gradient, by way of a tile of shared memory; WIDE: as it is, to rows of
+    parts that lie without gaps."""
+    kv_heads, stride_h, stride_n = strides
+    if PLAN.WIDE:
+        i = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))[:, None]
+        d = gl.arange(0, PLAN.D, gl.SliceLayout(0, x.type.layout))[None, :]
+        Pointer += (b * kv_heads + hk).to(gl.int64) * stride_h + (start_k + row).to(gl.int64) * stride_n
+        gl.store(Pointer + i * stride_n + d, x, mask=(i < len_k - row) & (d < DIM))
+    elif PLAN.VARLEN:  # the rows after the last are the next sequence's
+        tile.store(x.to(X.dtype))
         store_rows(Pointer + hk.to(gl.int64) * stride_h, tile, start_k + row, len_k - row, stride_n, DIM)
     else:
+        tile.store(x.to(X.dtype))
         fence_async_shared()
         store_tile(X, b, hk, row, 0, tile)
 
@@ -396,12 +403,14 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
             room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
             place_dv, place_dk = room.index(0), room.index(ROOM - 1)
         row = n0 + C * HALF
-        _store(DV, DVPtr, (stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
+        if PLAN.WIDE and not PLAN.VARLEN:  # of keys beyond kv_lens, zeros
+            len_k = most_k
+        _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM_V)
         dk *= scale
         if ROOM == 1:
             tma.store_wait(0)
-        _store(DK, DKPtr, (stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
+        _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
