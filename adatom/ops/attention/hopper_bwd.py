@@ -23,7 +23,7 @@ from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
 from adatom.ops.attention.hopper_packed import table_launch, table_size
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import (
     NO_SPECIALIZE,
     Call,
@@ -316,8 +316,7 @@ def _backward(
     wanted: bool, ordered: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
-    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
-        dout = dout.contiguous()  # for TMA
+    dout = dout if suits_tma(dout) else dout.contiguous()
     grads = dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, grads, dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()

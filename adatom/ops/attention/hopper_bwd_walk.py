@@ -76,13 +76,20 @@ def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _in_rows(x):
+    """A [64, 32 or 64] accumulator as [16 or 32, 128], where a thread holds 16 bytes in a row and a warp 512, so that
+    nothing moves between threads."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
+
+
+@gluon.jit
 def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to add piece n, a [64, 32 or 64] accumulator, to the sum in memory: as [16 or 32, 128], where a thread
-    holds 16 bytes in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp. INSIDE:
-    the sum is in shared memory, and each of its elements one thread's."""
+    """Begin to add piece n, an accumulator, to the sum in memory, in rows. ADDER: leave it to its warp. INSIDE: the sum
+    is in shared memory, and each of its elements one thread's."""
     WIDE: gl.constexpr = dq.shape[1]
     _, _, _, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
-    dq = dq.reshape([4, 2, 8, WIDE // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([WIDE // 2, 128])
+    dq = _in_rows(dq)
     if PLAN.INSIDE:
         if PLAN.TILES:
             tma.store_wait(0)
@@ -102,9 +109,8 @@ def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.const
 
 @gluon.jit
 def _nothing(D: gl.constexpr):
-    """A piece of dQ of zeros, in the order of its elements in shared memory."""
-    x = gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-    return x.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([D // 2, 128])
+    """A piece of dQ of zeros, in rows."""
+    return _in_rows(gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])))
 
 
 @gluon.jit
