@@ -234,6 +234,7 @@ def test_the_heads_that_share_keys_are_split_under_a_causal_mask(heads, kv_heads
     for part in range(given["kv_heads"]):
         for h in range(part * each, part * each + each):
             assert h // sharing == part // given["splits"]
+    assert not plan.main.meta["WIDE"]
     if plan.splits > 1:
         assert given["stride_kn"] == (dim * given["kv_heads"] if varlen else dim)
 
@@ -253,27 +254,42 @@ def test_parts_are_no_more_than_queries():
         assert backward._launches(x, o, q, q, (q, k, k), False, False, False).splits == 1
 
 
+def test_parts_of_float16_are_written_in_float32():
+    """At the head_dim that there is, not at that in memory; what TMA would write is the gradient."""
+    q, k = (torch.empty(2, n, 2048, 72, dtype=torch.float16, device="meta") for n in (32, 4))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, False, False)
+        whole = backward._launches(*inputs_of(q=q, k=k, v=k)[:2], q, q, (q, k, k), False, False, False)
+    assert plan.splits == 2 and plan.main.meta["WIDE"] and plan.main.meta["HEAD_DIM"] == 72
+    assert whole.splits == 1 and not whole.main.meta["WIDE"] and whole.main.meta["HEAD_DIM"] == 128
+    assert backward._place(k, 2).dtype == torch.float32 and backward._place(k, 1) is k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [(2, 3, 5, 8), (5, 3, 8)])
-def test_parts_of_dk_and_dv_are_added(size, monkeypatch):
+def test_parts_of_dk_and_dv_are_added(size, dtype, monkeypatch):
     """Those of one head lie side by side, whether (batch, heads, length, dim) or (tokens, heads, dim)."""
     made: list[torch.Tensor] = []
+    large = 1e5 * torch.tensor([1.0, -1.0, 1.0, -1.0] * 3).view(-1, *[1] * (len(size) - 2))
 
     def main(*tensors):
-        made.extend(t.copy_(torch.randn(t.shape)) for t in tensors[12:14])
+        assert [t.shape[1] for t in tensors[7:9]] == [3 if dtype == torch.float16 else 12] * 2
+        made.extend(t.copy_(torch.randn(t.shape)).add_(large) for t in tensors[12:14])
 
     def nothing(*_):
         pass
 
     plan = backward.Launches(None, nothing, main, nothing, 0, 1, 64, 1, False, backward.Gradient(), False, 4)
     monkeypatch.setattr(backward, "_launches", lambda *_: plan)
-    x = torch.zeros(size)
+    x = torch.zeros(size, dtype=dtype)
     lens = {} if len(size) == 4 else dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 5]).int())
     given, options, _ = inputs_of(q=x, k=x, v=x, **lens)
     _, *grads, _, _ = backward.backward(given, options, x, x[..., 0], x, None, False)
     for grad, parts in zip(grads, made, strict=True):
         assert parts.shape[1] == 12
         for h in range(3):
-            torch.testing.assert_close(grad[:, h], parts[:, 4 * h : 4 * h + 4].sum(1))
+            torch.testing.assert_close(grad[:, h], parts[:, 4 * h : 4 * h + 4].sum(1).to(dtype))
 
 
 @pytest.mark.parametrize("inside", [0, 3])

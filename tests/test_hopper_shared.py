@@ -19,6 +19,7 @@ from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
+from adatom.ops.attention import hopper_sharers as common  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
@@ -125,7 +126,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language.atomic_add = lambda at, n, sem: at.add(n)
     names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2)}
     names |= dict.fromkeys(("SCORES", "GRAD", "KEEP_NAN", "STORED"))
-    for source in (bias_part, module):
+    for source in (common, bias_part, module):
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
                 names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
@@ -134,8 +135,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     names["named_sync"] = lambda number, threads: machine.all.wait(10)
     names["number_of"] = lambda number, warps: Whole(number.load())
     names["widened"] = lambda x: x.float()
-    names["sharer"] = lambda *a: tuple(map(Whole, bias_part.sharer.fn(*a)))
-    for name in {"_sharer", "_tile"} & set(names):
+    for name in {"sharer", "tile_of_sum", "_tile"} & set(names):
         names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
     return names
 

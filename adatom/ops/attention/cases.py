@@ -217,6 +217,8 @@ GPU: tuple[Case, ...] = (
     Case("rows with nothing", 1, 4, 2, 421, 133, 64, 64, BF16, causal=True),
     Case("rows with nothing f32", 1, 2, 2, 421, 133, 64, 64, F32, causal=True, sinks=True),
     Case("bshd gqa", 2, 8, 2, 333, 333, 64, 64, F16, layout="bshd", causal=True),
+    Case("parts f16", 2, 16, 2, 900, 777, 72, 128, F16, causal=True, kv_lens=True),
+    Case("parts f16, packed", 5, 16, 2, 700, 700, 128, 96, F16, causal=True, varlen=True),
     Case("rows apart", 2, 4, 2, 384, 320, 64, 64, BF16, layout="apart", bias="1hqk"),
     Case("window", 2, 4, 4, 777, 777, 64, 64, BF16, window=(100, None), causal=True),
     Case("window both f32", 1, 4, 2, 333, 421, 64, 64, F32, window=(65, 31)),

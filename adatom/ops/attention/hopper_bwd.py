@@ -23,7 +23,7 @@ from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
 from adatom.ops.attention.hopper_packed import table_launch, table_size
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import (
     NO_SPECIALIZE,
     Call,
@@ -90,8 +90,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, EARLY: gl.constexpr,
                 DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
                 RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
-                TILES: gl.constexpr, SUMS: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr,
-                REGISTERS: gl.constexpr):
+                TILES: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
+                KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -100,12 +100,13 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     bias, whose number is multiplied by bias_b, that of the head by bias_h, which are 0 along dimensions of size 1.
     DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
-    how many blocks of keys are through with it. DKPtr, DVPtr, Order: for packed sequences, which are one batch element
-    here; then n_heads is their number. kv_heads: those of dK and dV, `splits` times as many as K and V have.
+    how many blocks of keys are through with it. Order: for packed sequences, which are one batch element here; then
+    n_heads is their number. DKPtr, DVPtr: for these, and for WIDE parts. kv_heads: those of dK and dV, `splits` times
+    as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS,
-                                   INSIDE, KV_STAGES)
+                                   WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -227,8 +228,12 @@ def _splits(call: Call, dim: int, ordered: bool) -> int:
 
 
 def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
-    """Where programs write dK or dV: the gradient itself, or the parts of each head's, side by side."""
-    return empty((grad.shape[0], grad.shape[1] * splits, *grad.shape[2:]), grad) if splits > 1 else grad
+    """Where programs write dK or dV: the gradient itself, or the parts of each head's, side by side. Those of float16
+    are float32: a part may be larger than what it is added up to."""
+    if splits == 1:
+        return grad
+    dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
+    return empty((grad.shape[0], grad.shape[1] * splits, *grad.shape[2:]), grad, dtype)
 
 
 def _launches(
@@ -243,6 +248,7 @@ def _launches(
     splits = _splits(call, dim, ordered)
     call.kv_heads *= splits  # from here on each part is a head
     dk, dv = (_place(grad, splits) for grad in grads[1:])
+    wide = dk.dtype != x.k.dtype
     ordered = ordered and not inside
     if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
         config = config._replace(tiles="one")
@@ -271,7 +277,7 @@ def _launches(
         call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads, call.kv_heads, n_heads, group, splits,
         call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale, o.softcap,
     )  # fmt: skip
-    columns = (call.head_dim, call.head_dim_v) if call.varlen else (dim, dim)  # TMA knows them otherwise
+    columns = (call.head_dim, call.head_dim_v) if call.varlen or wide else (dim, dim)  # TMA knows them otherwise
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
         "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else (min(dim, 64) // 2, 128),
@@ -291,7 +297,7 @@ def _launches(
             "ADDER": ordered or call.varlen, "ORDERED": ordered, "EARLY": True,
             "DYNAMIC": config.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
-            "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums,
+            "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
             "INSIDE": inside, "KV_STAGES": 2 if inside else 1,
             "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
         },
@@ -310,8 +316,7 @@ def _backward(
     wanted: bool, ordered: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
-    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
-        dout = dout.contiguous()  # for TMA
+    dout = dout if suits_tma(dout) else dout.contiguous()
     grads = dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, grads, dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
@@ -325,11 +330,13 @@ def _backward(
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     parts = dk_part, dv_part = _place(dk, plan.splits), _place(dv, plan.splits)
+    wide = dk_part.dtype != dk.dtype
+    described = (dk, dv) if wide else parts
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     plain = empty_like(lse) if plan.plain else None
     plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     plan.main(
-        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, boxed(dk_part), boxed(dv_part),
+        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, *map(boxed, described),
         boxed(dq) if total is None else total, tiles, sums,
         dk_part, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
@@ -337,7 +344,8 @@ def _backward(
         plan.behind(total, dq, x.cu_seqlens_q)
     if plan.splits > 1:
         for part, grad in zip(parts, (dk, dv)):
-            torch.sum(part.unflatten(1, (-1, plan.splits)), 2, out=grad)
+            part = part.unflatten(1, (-1, plan.splits))
+            grad.copy_(part.sum(2)) if wide else torch.sum(part, 2, out=grad)
     if plain is None and (plan.dbias.rows or x.sinks is not None):
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     dbias = tiles

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from triton.language.core import PropagateNan
 
+from adatom.ops.attention.hopper_sharers import BLOCK, HALF, several_of, shares_of_sum, sharing
 from adatom.ops.attention.problem import Inputs, Options
 from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered
 from adatom.ops.attention.triton_sum import sum_of_parts
@@ -42,8 +43,6 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-BLOCK = gl.constexpr(128)  # queries and keys of a tile
-HALF = gl.constexpr(64)  # queries of a consumer
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 # (head_dim in memory, whether the bias is kept in float32): buffers of q, k, dO and v
 CONFIGS = {(32, False): 4, (32, True): 3, (64, False): 2, (64, True): 2, (128, False): 1}
@@ -316,17 +315,14 @@ def _launch(x: Inputs, o: Options, bias: torch.Tensor, padded: int) -> Launch:
     call = Call(x, o)
     dim = next(d for d in (32, 64, 128) if max(call.head_dim, call.head_dim_v) <= d)
     n = BLOCK.value
-    slices = bias.shape[0] * bias.shape[1]
-    shared = call.batch * call.heads // max(slices, 1)
-    tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
-    parts = max(1, min(shared // 4, call.device.sms // max(tiles, 1)))
-    parts = -(-shared // -(-shared // parts))  # each has something to add
+    slices, shared = sharing(call, bias)
+    tiles, parts = shares_of_sum(call, bias, call.device.sms)
     narrow = bias.element_size() == 2
     wide = narrow and (dim, True) in CONFIGS and shared // parts >= _MANY
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.kv_heads, call.repeats, bias.shape[1],
-        slices, parts, padded, call.len_q, call.len_k, call.left, call.right, tiles * parts, call.scale, o.softcap,
+        *several_of(call), call.heads, call.kv_heads, call.repeats, bias.shape[1], slices, parts, padded, call.len_q,
+        call.len_k, call.left, call.right, tiles * parts, call.scale, o.softcap,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "SOFTCAP": o.softcap > 0, "LEFT": call.left >= 0,

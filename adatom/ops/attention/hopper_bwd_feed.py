@@ -62,6 +62,7 @@ class Plan:
     BIAS_STAGES: int  # buffers of a full bias, each for PART queries
     TILES: bool  # the gradient of the bias is stored tile by tile
     SUMS: bool  # it is summed over queries
+    WIDE: bool  # dK and dV are parts in float32, which float16 may not hold
     INSIDE: int  # a program has whole heads and sums their dQ, so many blocks of queries, in shared memory; or 0
     KV_STAGES: int
 

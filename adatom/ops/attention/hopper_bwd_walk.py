@@ -76,13 +76,20 @@ def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _in_rows(x):
+    """A [64, 32 or 64] accumulator as [16 or 32, 128], where a thread holds 16 bytes in a row and a warp 512, so that
+    nothing moves between threads."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
+
+
+@gluon.jit
 def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to add piece n, a [64, 32 or 64] accumulator, to the sum in memory: as [16 or 32, 128], where a thread
-    holds 16 bytes in a row and a warp 512, so that nothing moves between threads. ADDER: leave it to its warp. INSIDE:
-    the sum is in shared memory, and each of its elements one thread's."""
+    """Begin to add piece n, an accumulator, to the sum in memory, in rows. ADDER: leave it to its warp. INSIDE: the sum
+    is in shared memory, and each of its elements one thread's."""
     WIDE: gl.constexpr = dq.shape[1]
     _, _, _, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
-    dq = dq.reshape([4, 2, 8, WIDE // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([WIDE // 2, 128])
+    dq = _in_rows(dq)
     if PLAN.INSIDE:
         if PLAN.TILES:
             tma.store_wait(0)
@@ -102,9 +109,8 @@ def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.const
 
 @gluon.jit
 def _nothing(D: gl.constexpr):
-    """A piece of dQ of zeros, in the order of its elements in shared memory."""
-    x = gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-    return x.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([D // 2, 128])
+    """A piece of dQ of zeros, in rows."""
+    return _in_rows(gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])))
 
 
 @gluon.jit
@@ -335,12 +341,19 @@ def _clear_keys(n0, len_k, i_kv, tiles, C: gl.constexpr):
 
 @gluon.jit
 def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.constexpr, DIM: gl.constexpr):
-    """Write the accumulator x to rows of a gradient, by way of a tile of shared memory."""
-    tile.store(x.to(X.dtype))
-    if PLAN.VARLEN:  # the rows after the last are the next sequence's
-        stride_h, stride_n = strides
+    """Write the accumulator x to rows of a gradient, by way of a tile of shared memory; WIDE: as it is, to rows of
+    parts that lie without gaps."""
+    kv_heads, stride_h, stride_n = strides
+    if PLAN.WIDE:
+        i = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))[:, None]
+        d = gl.arange(0, PLAN.D, gl.SliceLayout(0, x.type.layout))[None, :]
+        Pointer += (b * kv_heads + hk).to(gl.int64) * stride_h + (start_k + row).to(gl.int64) * stride_n
+        gl.store(Pointer + i * stride_n + d, x, mask=(i < len_k - row) & (d < DIM))
+    elif PLAN.VARLEN:  # the rows after the last are the next sequence's
+        tile.store(x.to(X.dtype))
         store_rows(Pointer + hk.to(gl.int64) * stride_h, tile, start_k + row, len_k - row, stride_n, DIM)
     else:
+        tile.store(x.to(X.dtype))
         fence_async_shared()
         store_tile(X, b, hk, row, 0, tile)
 
@@ -396,12 +409,14 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
             room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
             place_dv, place_dk = room.index(0), room.index(ROOM - 1)
         row = n0 + C * HALF
-        _store(DV, DVPtr, (stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
+        if PLAN.WIDE and not PLAN.VARLEN:  # of keys beyond kv_lens, zeros
+            len_k = most_k
+        _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM_V)
         dk *= scale
         if ROOM == 1:
             tma.store_wait(0)
-        _store(DK, DKPtr, (stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
+        _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:

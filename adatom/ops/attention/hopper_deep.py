@@ -22,7 +22,7 @@ from adatom.ops.attention.hopper_deep_walk import (
     producer,
     value_consumer,
 )
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered, sink_grad
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
@@ -152,8 +152,7 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv, None (it takes no bias), dsinks."""
     dlse = None if dlse is None else dlse.contiguous()
-    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
-        dout = dout.contiguous()  # for TMA
+    dout = dout if suits_tma(dout) else dout.contiguous()
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "deep", lambda: _launches(x, o, out, dout, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK.value), lse).unbind()

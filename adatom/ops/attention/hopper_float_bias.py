@@ -14,6 +14,16 @@ from triton.language.core import PropagateNan
 
 from adatom.ops.attention.hopper_float_ends import DIM, HEIGHT, OF_DP, OF_DQ, OF_DS, OF_S
 from adatom.ops.attention.hopper_float_tiles import load_numbers, load_parts, operands, parts_of, product, turned
+from adatom.ops.attention.hopper_sharers import (
+    BLOCK,
+    HALF,
+    load_bias,
+    several_of,
+    sharer,
+    shares_of_sum,
+    sharing,
+    tile_of_sum,
+)
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.hopper import (
     LOG2E,
@@ -23,7 +33,6 @@ from adatom.tiles.hopper import (
     gl,
     gluon,
     let_next,
-    load_tile,
     make_barriers,
     make_tiles,
     release,
@@ -35,25 +44,11 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-BLOCK = gl.constexpr(128)  # queries and keys of a tile
-HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
 STAGES = gl.constexpr(2)  # buffers of q, k, dO and v
 RUN = gl.constexpr(128)  # sharers whose sum is kept in registers: longer float32 sums lose accuracy
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _SPILL = 320  # 96 under Triton 3.6
-
-
-@gluon.jit
-def _sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
-    """(batch, head) number r of those that share a slice of the bias, or the last. SHARED_HEADS: it serves all heads.
-    """
-    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
-    r = gl.minimum(r, shared - 1)
-    if SHARED_HEADS:
-        return piece * repeats + r // heads, r % heads
-    else:
-        return piece // bias_heads * repeats + r, piece % bias_heads
 
 
 @gluon.jit
@@ -77,16 +72,11 @@ def _tile(turn, slices, counts):
     runs = _runs(shared, parts)
     run = turn % runs
     t = gl.program_id(0) + turn // runs * gl.num_programs(0)
-    n_m = (len_q + BLOCK - 1) // BLOCK
-    n_n = (len_k + BLOCK - 1) // BLOCK
-    m0 = t // n_n % n_m * BLOCK
-    n0 = t % n_n * BLOCK
-    piece = t // (n_m * n_n)
-    part = piece // slices
+    piece, part, m0, n0 = tile_of_sum(t, slices, counts)
     share = (shared + parts - 1) // parts
     end = gl.minimum(part * share + share, shared)
     first = gl.minimum(part * share + run * RUN, end)
-    return piece - part * slices, part, m0, n0, run, first, gl.minimum(first + RUN, end)
+    return piece, part, m0, n0, run, first, gl.minimum(first + RUN, end)
 
 
 @gluon.jit
@@ -95,16 +85,13 @@ def _producer(Q, K, V, DOut, Rows, Delta, Bias, several, tiles, bars, slices, co
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
-    bias_b, bias_h = several
     n = 0
     for turn in range(_turns(counts)):
         piece, _part, m0, n0, _run, first, end = _tile(turn, slices, counts)
         wait_empty(bias_empty, turn, 1)
-        for c in gl.static_range(2):
-            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
-                      bias_full.index(0), bias_s.index(c))
+        load_bias(Bias, several, piece, m0, n0, bias_full.index(0), bias_s, 0, counts)
         for r in range(first, end):
-            b, h = _sharer(r, piece, counts, SHARED_HEADS)
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = (b * heads + h) * padded + m0
             i = slot(n, STAGES)
             wait_empty(empty, n, STAGES)
@@ -167,7 +154,7 @@ def _consumer(DBias, DQ, Factors, tiles, bars, slices, counts, n_heads, scale, C
         s = warpgroup_mma_wait(0, deps=(s,))
         for r in range(first, end):
             i = slot(n, STAGES)
-            b, h = _sharer(r, piece, counts, SHARED_HEADS)
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
             F = Factors + b * heads + h
             unit = gl.load(F + OF_S * n_heads) * (scale * LOG2E)
             of_dp = gl.load(F + OF_DP * n_heads)
@@ -252,14 +239,11 @@ def _sums_kernel(Q, K, V, DOut, Rows, Delta, Factors, Bias, DQ, DBias, bias_b, b
 def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     """The launch for q, k, v and dout in parts, rows, delta, factors, bias, the sum of dQ, and dbias."""
     n, dim = BLOCK.value, DIM.value
-    slices = bias.shape[0] * bias.shape[1]
-    shared = call.batch * call.heads // slices
-    tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
-    parts = max(1, min(shared // 4, call.device.sms // tiles))
-    parts = -(-shared // -(-shared // parts))  # each has something to add
+    slices, shared = sharing(call, bias)
+    tiles, parts = shares_of_sum(call, bias, call.device.sms)
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), call.batch * call.heads, slices, call.heads,
-        call.repeats, bias.shape[1], shared, parts, padded, call.len_q, call.len_k, tiles * parts, call.scale,
+        *several_of(call), call.batch * call.heads, slices, call.heads, call.repeats, bias.shape[1], shared, parts,
+        padded, call.len_q, call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "EARLY": True, "num_warps": 4,

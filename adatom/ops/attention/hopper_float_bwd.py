@@ -15,7 +15,16 @@ import torch
 
 from adatom.ops.attention.hopper_float_bias import sums_launch
 from adatom.ops.attention.hopper_float_ends import DIM, OF_DK, OF_DP, OF_DV, OF_S, ahead, in_parts
-from adatom.ops.attention.hopper_float_tiles import load_numbers, load_parts, operands, parts_of, product, turned
+from adatom.ops.attention.hopper_float_tiles import (
+    load_numbers,
+    load_parts,
+    operands,
+    parts_of,
+    product,
+    tile_of,
+    turned,
+)
+from adatom.ops.attention.hopper_sharers import several_of
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.ops.attention.triton_sum import sum_of_parts
@@ -48,16 +57,6 @@ _SPILL = 0
 
 
 @gluon.jit
-def _tile(t, counts):
-    """(batch, head, first key) of tile t: the keys of a head follow each other."""
-    heads, repeats, padded, len_q, len_k, n_tiles = counts
-    n_n = (len_k + BLOCK - 1) // BLOCK
-    bh = t // n_n
-    b = bh // heads
-    return b, bh - b * heads, (t - bh * n_n) * BLOCK
-
-
-@gluon.jit
 def _producer(Q, K, V, DOut, Rows, Delta, Bias, several, tiles, bars, counts):
     """Keeps the rings full."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _dk, _dv = tiles
@@ -67,7 +66,7 @@ def _producer(Q, K, V, DOut, Rows, Delta, Bias, several, tiles, bars, counts):
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, h, n0 = _tile(t, counts)
+        b, h, n0 = tile_of(t, heads, len_k, BLOCK)
         wait_empty(kv_empty, turn, 1)
         for c in gl.static_range(2):
             load_parts(K, b, h, n0 + c * KEYS, kv_full.index(0), k_s, c)
@@ -103,7 +102,7 @@ def _consumer(DK, DV, Factors, tiles, bars, counts, n_heads, scale, C: gl.conste
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, h, n0 = _tile(t, counts)
+        b, h, n0 = tile_of(t, heads, len_k, BLOCK)
         F = Factors + b * heads + h
         unit = gl.load(F + OF_S * n_heads) * (scale * LOG2E)
         of_dp = gl.load(F + OF_DP * n_heads)
@@ -193,8 +192,7 @@ def _launches(x: Inputs, o: Options) -> Launches:
     n_heads, padded = call.batch * call.heads, -(-call.len_q // BLOCK.value) * BLOCK.value
     n_tiles = -(-call.len_k // BLOCK.value) * n_heads
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), n_heads, call.heads, call.repeats, padded, call.len_q,
-        call.len_k, n_tiles, call.scale,
+        *several_of(call), n_heads, call.heads, call.repeats, padded, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {"EARLY": True, "num_warps": 4, "launch_pdl": True}
     blocks = {

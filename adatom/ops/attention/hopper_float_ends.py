@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from adatom.ops.attention.hopper_shared_ends import FAR
 from adatom.ops.attention.problem import Inputs, Options, empty
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles.launch import Launch
@@ -17,8 +18,6 @@ from adatom.tiles.triton import LOG2E, after_previous, at, load_tile, scale_of, 
 
 DIM = tl.constexpr(32)  # columns of a part
 HEIGHT, PEAK = tl.constexpr(14), tl.constexpr(16384.0)  # P is multiplied by 2^HEIGHT = PEAK
-# a query with lse as far from 0 sees nothing but keys masked by a finite bias, as -1e9: lse is too coarse for its P
-FAR = tl.constexpr(1048576.0)
 # rows of the numbers of the operands, a column for each (batch, head): what undoes scales, and the norms of rows
 Q, K, V, NORMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # rows of the numbers of the backward: what products are multiplied by

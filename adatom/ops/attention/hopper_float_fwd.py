@@ -8,7 +8,8 @@ While one half of a block of keys is exponentiated, the scores of the next are m
 import torch
 
 from adatom.ops.attention.hopper_float_ends import DIM, HEIGHT, PEAK, K, Q, V, in_parts
-from adatom.ops.attention.hopper_float_tiles import load_parts, operands, parts_of, product, turned
+from adatom.ops.attention.hopper_float_tiles import load_parts, operands, parts_of, product, tile_of, turned
+from adatom.ops.attention.hopper_sharers import several_of
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles.hopper import (
@@ -40,16 +41,6 @@ _SPILL = 0
 
 
 @gluon.jit
-def _tile(t, counts):
-    """(batch, head, first query) of tile t: the queries of a head follow each other."""
-    heads, repeats, len_q, len_k, n_tiles = counts
-    n_m = (len_q + BLOCK_M - 1) // BLOCK_M
-    bh = t // n_m
-    b = bh // heads
-    return b, bh - b * heads, (t - bh * n_m) * BLOCK_M
-
-
-@gluon.jit
 def _producer(Q_, K_, V_, Bias, several, tiles, bars, counts, BLOCK_N: gl.constexpr):
     """Keeps the rings full."""
     q_s, k_s, v_s, bias_s, _out = tiles
@@ -59,7 +50,7 @@ def _producer(Q_, K_, V_, Bias, several, tiles, bars, counts, BLOCK_N: gl.conste
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, h, m0 = _tile(t, counts)
+        b, h, m0 = tile_of(t, heads, len_q, BLOCK_M)
         wait_empty(q_empty, turn, 1)
         for c in gl.static_range(2):
             load_parts(Q_, b, h, m0 + c * HALF, q_full.index(0), q_s, c)
@@ -112,7 +103,7 @@ def _consumer(Out, Lse, Units, tiles, bars, counts, n_heads, scale, C: gl.conste
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        b, h, m0 = _tile(t, counts)
+        b, h, m0 = tile_of(t, heads, len_q, BLOCK_M)
         bh = b * heads + h
         unit = scale * gl.load(Units + Q * n_heads + bh) * gl.load(Units + K * n_heads + bh)
         wait_full(q_full, turn, 1)
@@ -197,10 +188,8 @@ def _launch(x: Inputs, o: Options) -> Launch:
     m, n, dim = BLOCK_M.value, 2 * HALF.value, DIM.value
     n_heads = call.batch * call.heads
     n_tiles = -(-call.len_q // m) * n_heads
-    scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), n_heads, call.heads, call.repeats, call.len_q,
-        call.len_k, n_tiles, call.scale,
-    )  # fmt: skip
+    counts = (n_heads, call.heads, call.repeats, call.len_q, call.len_k, n_tiles)
+    scalars = (*several_of(call), *counts, call.scale)
     meta = {"EVEN_N": call.even(call.len_k, n), "EARLY": True, "BLOCK_N": n, "num_warps": 4, "launch_pdl": True}
     blocks = {"Q_": (m // 2, dim), "K_": (n, dim), "V_": (n, dim), "Bias": (m // 2, n), "Out": (m // 2, dim)}
     return Launch(_fwd_kernel, min(n_tiles, call.device.sms), scalars, meta, _SPILL, blocks)

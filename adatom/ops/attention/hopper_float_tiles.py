@@ -12,6 +12,15 @@ def split(x):
 
 
 @gluon.jit
+def tile_of(t, heads, length, BLOCK: gl.constexpr):
+    """(batch, head, first row) of tile t of BLOCK rows: those of a head follow each other."""
+    n = (length + BLOCK - 1) // BLOCK
+    bh = t // n
+    b = bh // heads
+    return b, bh - b * heads, (t - bh * n) * BLOCK
+
+
+@gluon.jit
 def operands(x, LAYOUT: gl.constexpr):
     """The parts of what was computed, as left operands of a product."""
     high, low = split(x)

@@ -13,6 +13,16 @@ parts are added afterwards.
 import torch
 from triton.language.core import PropagateNan
 
+from adatom.ops.attention.hopper_sharers import (
+    BLOCK,
+    HALF,
+    load_bias,
+    several_of,
+    sharer,
+    shares_of_sum,
+    sharing,
+    tile_of_sum,
+)
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.hopper import (
     LOG2E,
@@ -37,22 +47,10 @@ from adatom.tiles.hopper import (
 )
 
 DIM = gl.constexpr(32)  # head_dim in memory
-BLOCK = gl.constexpr(128)  # queries and keys of a tile
-HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
 _SPILL = 160  # Triton 3.6: 84 to 132
-
-
-@gluon.jit
-def sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
-    """(batch, head) number r of those that share a slice of the bias. SHARED_HEADS: it serves all heads."""
-    heads, repeats, bias_heads, _, _, _, _, _, _ = counts
-    if SHARED_HEADS:
-        return piece * repeats + r // heads, r % heads
-    else:
-        return piece // bias_heads * repeats + r, piece % bias_heads
 
 
 @gluon.jit
@@ -66,34 +64,18 @@ def widened(x):
 
 
 @gluon.jit
-def _tile(t, slices, counts):
-    """(slice of the bias, part, first query, first key) of tile t. Of the sharers every `parts`-th is a part's, so that
-    all parts are near each other in memory, and near what is read beside them."""
-    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, _ = counts
-    n_m = (len_q + BLOCK - 1) // BLOCK
-    n_n = (len_k + BLOCK - 1) // BLOCK
-    m0 = t // n_n % n_m * BLOCK
-    n0 = t % n_n * BLOCK
-    piece = t // (n_m * n_n)
-    part = piece // slices
-    return piece - part * slices, part, m0, n0
-
-
-@gluon.jit
 def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr):
-    """Keeps the rings full."""
+    """Keeps the rings full. Of the sharers every `parts`-th is a part's, so that all parts are near each other in
+    memory, and near what is read beside them."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _ = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
-    bias_b, bias_h = several
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, part, m0, n0 = _tile(t, slices, counts)
+        piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         wait_empty(bias_empty, turn, 1)
-        for c in gl.static_range(2):
-            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0,
-                      bias_full.index(0), bias_s.index(c))
+        load_bias(Bias, several, piece, m0, n0, bias_full.index(0), bias_s, 0, counts)
         for r in range(part, shared, parts):
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = (b * heads + h) * padded + m0
@@ -150,7 +132,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        piece, part, m0, n0 = _tile(t, slices, counts)
+        piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         tile = bias_s.index(C)
         wait_full(bias_full, turn, 1)
         low = gl.zeros([HALF, HALF], gl.float32, SCORES)
@@ -264,14 +246,12 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int, added: bool, progra
     """The launch of so many programs at most for q, k, v, bias, dout, lse, delta, dQ (its sum if added, or its parts),
     and dbias."""
     n, dim = BLOCK.value, DIM.value
-    slices = bias.shape[0] * bias.shape[1]
-    shared = call.batch * call.heads // slices
-    tiles = -(-call.len_q // n) * -(-call.len_k // n) * slices
-    parts = max(1, min(shared // 4, programs // tiles))
+    slices, shared = sharing(call, bias)
+    tiles, parts = shares_of_sum(call, bias, programs)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), slices, call.heads, call.repeats, bias.shape[1], shared,
-        parts, padded, call.len_q, call.len_k, tiles * parts, call.scale,
+        *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
+        call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,

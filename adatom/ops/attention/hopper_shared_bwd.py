@@ -20,9 +20,10 @@ import torch
 
 from adatom.ops.attention.hopper_bwd_ends import ends
 from adatom.ops.attention.hopper_bwd_feed import number_of
-from adatom.ops.attention.hopper_shared_bias import DIM, sharer, sums_launch, widened
+from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
 from adatom.ops.attention.hopper_shared_ends import ahead, finish
-from adatom.ops.attention.problem import Inputs, Options, empty, empty_like
+from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
+from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.ops.attention.triton_sum import sum_of_parts
 from adatom.tiles import launch
@@ -266,15 +267,14 @@ def _launches(
     parts = -(-call.len_k // m)
     parts = parts if parts <= _FEW or parts * x.q.numel() * x.q.element_size() <= _L2_BYTES else 0
     before = ahead(call, m, out, dout, dlse)
-    slices = x.bias.shape[0] * x.bias.shape[1]
-    shared = call.batch * call.heads // slices
+    slices, shared = sharing(call, x.bias)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), 0 if parts else n_blocks * 2, call.heads, call.repeats,
-        x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
+        *several_of(call), 0 if parts else n_blocks * 2, call.heads, call.repeats, x.bias.shape[1], shared, groups,
+        n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages, "EARLY": True,
@@ -301,8 +301,7 @@ def backward(
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
-    if any(s * 2 % 16 or s <= 0 for s in dout.stride()[:-1]) or dout.data_ptr() % 16:
-        dout = dout.contiguous()  # for TMA
+    dout = dout if suits_tma(dout) else dout.contiguous()
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()

@@ -16,6 +16,7 @@ come from does not vary from run to run.
 import torch
 
 from adatom.ops.attention.hopper_shared_bias import DIM, widened
+from adatom.ops.attention.hopper_sharers import BLOCK, HALF, load_bias, several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles.hopper import (
@@ -41,8 +42,6 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-BLOCK = gl.constexpr(128)  # queries and keys of a tile of the bias
-HALF = gl.constexpr(64)  # queries of a consumer; keys that it works on at a time
 SHARERS = gl.constexpr(2)  # that work beside each other
 Q_STAGES = gl.constexpr(2)
 ALL = gl.constexpr(8)  # named barrier of a program's consumers and its producer
@@ -70,18 +69,6 @@ def _tile(t, counts, STAY: gl.constexpr):
 
 
 @gluon.jit
-def _sharer(r, piece, counts, SHARED_HEADS: gl.constexpr):
-    """(batch, head) number r of those that share a slice of the bias, or the last. SHARED_HEADS: it serves all heads.
-    """
-    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
-    r = gl.minimum(r, shared - 1)
-    if SHARED_HEADS:
-        return piece * repeats + r // heads, r % heads
-    else:
-        return piece // bias_heads * repeats + r, piece % bias_heads
-
-
-@gluon.jit
 def _unfit(flags, WARPS: gl.constexpr):
     """1 if a consumer of this program met a row whose first keys were no measure for the others. All warps meet here.
     """
@@ -96,19 +83,9 @@ def _unfit(flags, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(Bias, several, piece, m0, n0, full, tiles, i, counts):
-    """Begin to copy the bias of BLOCK queries and keys to tiles 2 i and 2 i + 1."""
-    heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
-    bias_b, bias_h = several
-    for c in gl.static_range(2):
-        load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0 + c * HALF, n0, full,
-                  tiles.index(i * 2 + c))
-
-
-@gluon.jit
 def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr, STAY: gl.constexpr,
               STAGES: gl.constexpr):
-    """Keeps the rings full."""
+    """Keeps the rings full. Beyond the last sharer, the last one comes again."""
     q_s, k_s, v_s, bias_s, flags = tiles
     q_full, q_empty, full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
@@ -123,23 +100,23 @@ def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.cons
             if STAY > 0:
                 wait_empty(bias_empty, walk, 1)
                 for m in gl.static_range(STAY):
-                    _load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s, m, counts)
+                    load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s, m, counts)
             for pair in range(pairs):
                 r = first + pair * SHARERS
                 i_q = slot(turn, Q_STAGES)
                 wait_empty(q_empty, turn, Q_STAGES)
                 for c in gl.static_range(SHARERS * 2):
-                    b, h = _sharer(r + c // 2, piece, counts, SHARED_HEADS)
+                    b, h = sharer(gl.minimum(r + c // 2, shared - 1), piece, counts, SHARED_HEADS)
                     load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
                 for n0 in range(0, len_k, BLOCK):
                     i = slot(n, STAGES)
                     wait_empty(empty, n, STAGES)
                     for c in gl.static_range(SHARERS):
-                        b, h = _sharer(r + c, piece, counts, SHARED_HEADS)
+                        b, h = sharer(gl.minimum(r + c, shared - 1), piece, counts, SHARED_HEADS)
                         load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
                         load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
                     if STAY == 0:
-                        _load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s, i, counts)
+                        load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s, i, counts)
                     n += 1
                 turn += 1
             walk += 1
@@ -241,7 +218,7 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                 acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
                 q.store(acc.to(q.dtype))
                 fence_async_shared()
-                b, h = _sharer(r + C // 2, piece, counts, SHARED_HEADS)
+                b, h = sharer(gl.minimum(r + C // 2, shared - 1), piece, counts, SHARED_HEADS)
                 row = m0 + C % 2 * HALF
                 store_tile(Out, b, h, row, 0, q)
                 rows = row + gl.arange(0, HALF, ROWS)
@@ -308,16 +285,15 @@ def _launch(x: Inputs, o: Options) -> Launch:
     call = Call(x, o)
     assert x.bias is not None
     n, dim = BLOCK.value, DIM.value
-    slices = x.bias.shape[0] * x.bias.shape[1]
-    shared = call.batch * call.heads // slices
+    slices, shared = sharing(call, x.bias)
     groups = -(-shared // SHARERS.value)
     tiles = -(-call.len_q // n) * slices
     stay, stages = _buffers(call)
     ranges = max(1, min(groups, call.device.sms // tiles)) if stay else groups
     n_tiles = tiles * ranges
     scalars = (
-        *(int(stride > 0) for stride in call.bias_strides[:2]), call.heads, call.repeats, x.bias.shape[1], shared,
-        ranges, call.len_q, call.len_k, n_tiles, call.scale,
+        *several_of(call), call.heads, call.repeats, x.bias.shape[1], shared, ranges, call.len_q, call.len_k, n_tiles,
+        call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n),

@@ -115,7 +115,7 @@ def _floor_pow2(n: int) -> int:
     return 1 << (n.bit_length() - 1) if n else 0
 
 
-def _suits_tma(*tensors: torch.Tensor, shared: int = 0) -> bool:
+def suits_tma(*tensors: torch.Tensor, shared: int = 0) -> bool:
     """Whether tensor descriptors can hold these: the last dimension contiguous, all steps positive multiples of 16
     bytes, but for the first `shared` dimensions, which may be expanded."""
     for x in tensors:
@@ -170,10 +170,10 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.kv_lens is not None,
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
-        device.kind == "cuda" and _suits_tma(q, k, v),
+        device.kind == "cuda" and suits_tma(q, k, v),
         _floor_pow2(min(seqlen_q, seqlen_k)),
         _window_keys(o, seqlen_k),
-        device.kind == "cuda" and (bias is None or _suits_tma(bias, shared=2)),
+        device.kind == "cuda" and (bias is None or suits_tma(bias, shared=2)),
     )
 
 
