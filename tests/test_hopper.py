@@ -435,11 +435,11 @@ for n, keys, last_first, together in CALLS:
     lens_q, lens_k = ([random.choice((0, 1, 5, 64, 128, 130, 700)) for _ in range(n)] for _ in range(2))
     cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k))
     tiled, work = (lens_k, lens_q) if keys else (lens_q, lens_k)
-    slots, heads = sum(tiled) // 128 + n, 5
+    slots, heads, parts = sum(tiled) // 128 + n, 5, 1 + n % 3
     table = torch.full((slots * heads + 1, HEADER.value), -7, dtype=torch.int32)
-    _table_kernel[(-(-slots // 16) * heads,)](
-        table, cu_q, cu_k, slots, n, n.bit_length(), heads, together, 2, KEYS=keys, LAST_FIRST=last_first,
-        EARLY=False, BLOCK=128, BLOCK_Q=64, SLOTS=16,
+    _table_kernel[(n * parts,)](
+        table, cu_q, cu_k, n, parts, heads, together, 2, KEYS=keys, LAST_FIRST=last_first,
+        EARLY=False, BLOCK=128, BLOCK_Q=64, LINES=8, SEQUENCES=16,
     )
     lines = []
     for b in sorted(range(n), key=lambda b: (-work[b], b)):
@@ -450,7 +450,7 @@ for n, keys, last_first, together in CALLS:
                 for h in range(first, min(first + group, heads)):
                     start = int(cu_q[b])
                     lines.append([block * 128, start, int(cu_k[b]), lens_q[b], lens_k[b], start // 64 + b, h])
-    assert table[0, 0] == len(lines)
+    assert table[0, :2].tolist() == [len(lines), 0] and (table[1 + len(lines) :] == -7).all()
     assert table[1 : 1 + len(lines), :7].tolist() == lines
 """
 

@@ -79,6 +79,22 @@ def either(tensors: Any, numbers: Any) -> Any:
     return lambda a, b: tensors(a, b) if getattr(a, "ndim", 0) and getattr(b, "ndim", 0) else numbers(a, b)
 
 
+def store_rows(X: Address, tile: Shared, start: Any, rows: Any, stride: int, dim: int) -> None:
+    assert rows < tile.shape[0], "whole tiles leave by TMA"
+    for i in range(rows):
+        X.x[X.at + (start + i) * stride + torch.arange(dim)] = tile.load()[i, :dim]
+
+
+def table(x: Any, rows: int) -> torch.Tensor:
+    """The lines of packed tiles, in any order; the first holds their number, and a counter."""
+    lines = [[0] * 8]
+    for begin, end, begin_k, end_k in zip(*(cu[i:] for cu in x[-2:] for i in (0, 1))):
+        for block in range(0, end - begin, rows):
+            lines += [[block, begin, begin_k, end - begin, end_k - begin_k, 0, h, 0] for h in range(x.q.shape[1])]
+    lines[0][0] = len(lines) - 1
+    return torch.tensor(lines).view(-1)
+
+
 def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, Any]:
     """The names of device code. most: products under way when a consumer passes its turn on."""
     machine, turns = Machine(pid, seed), Turns()
@@ -107,11 +123,12 @@ def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, An
     names = {k: v for k, v in names.items() if not isinstance(v, FunctionType) or v.__module__ == __name__}
     names |= {
         "gl": language, "LOG2E": 1 / math.log(2), "LN2": math.log(2), "BLOCK": 64, "TURN": 8, "FULL": 3, "NONE": 0,
-        "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
+        "LOW": 0.5, "SAFE": 2.0**20, "HIGH": 2.0**64, "TOLD": 8, "HEADER": 8,
+        "as_box": lambda desc, tile: tile, "clear_rows": clear_rows,
         "fence_async_shared": lambda: None, "mbarrier": machine.python()["mbarrier"], "tma": machine.python()["tma"],
         "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
         "named_sync": lambda number, threads: turns.come(number, threads, True),
-        "named_arrive": pass_on, "store_rows": None,
+        "named_arrive": pass_on, "store_rows": store_rows,
         "range": lambda *ends: map(torch.tensor, range(*map(int, ends))),
     }  # fmt: skip
     for module in (hopper, tiles, fast):
@@ -126,24 +143,30 @@ def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, An
 
 def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(out, lse, how many tiles of a consumer were computed again)."""
-    batch, heads, len_q, dim = x.q.shape
-    kv_heads, len_k = x.k.shape[1:3]
+    packed = x.cu_seqlens_q is not None
+    tensors = [hopper.boxed(t) for t in x[:3]]
+    batch, heads, len_q, dim = tensors[0].shape
+    kv_heads, len_k = tensors[1].shape[1:3]
     left, right = o.window_left, 0 if o.causal else o.window_right
     rows, n = consumers * 64, 128
-    mask = left >= 0 or right >= 0 or len_k % n != 0 or x.kv_lens is not None
-    options = (0, False, True, left >= 0, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, False, dim)
+    mask = left >= 0 or right >= 0 or len_k % n != 0 or x.kv_lens is not None or packed
+    options = (0, False, True, left >= 0, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, packed, dim)
     square = right == 0 and len_k >= len_q and x.kv_lens is None and consumers == 2 and (len_k - len_q) % n == 0
     square = square and (left < 0 or left >= 2 * n - 1 and left % n == n - 1)
+    square = square and (not packed or plan.one_packing(x))
     counted = consumers == 2 and q_stages == 2
     of = tiles.Plan(*options, consumers, 64, n, q_stages, stages, 1, False)
     out, lse = torch.full_like(x.q, math.nan), torch.full((batch * heads * len_q,), math.nan)
     sizes = (heads, kv_heads, batch * heads, 2, len_q, len_k, left, right)
     n_tiles = -(-len_q // rows) * batch * heads
     lens, sinks = (None if t is None else Address(t) for t in (x.kv_lens, x.sinks))
-    boxes = Box(x.q, 64), Box(x.k, n), Box(x.v, n)
-    keys = tuple(Address(t.reshape(-1)) for t in (x.k, x.v)) + (*x.k.stride()[:3], *x.v.stride()[:3])
+    boxes = tuple(Box(t, rows) for t, rows in zip(tensors, (64, n, n)))
+    keys = tuple(Address(t.reshape(-1)) for t in (x.k, x.v)) + sum((t.stride()[:3] for t in tensors[1:]), ())
     again: list[int] = []
-    taken = torch.zeros(1, dtype=torch.int64)
+    taken, order = torch.zeros(1, dtype=torch.int64), None
+    if packed:
+        taken = table(x, rows)
+        order, n_tiles, taken = Address(taken), int(taken[0]), taken[1:2]
     for pid in range(PROGRAMS):
         names = python(pid, pid, again, 1 if square and left < 0 else 2)
         ring = Machine(pid, pid).barriers
@@ -151,19 +174,20 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
             shared(x.q.dtype, q_stages * consumers, 64, dim), shared(x.q.dtype, stages, n, dim),
             shared(x.q.dtype, stages, n, dim), None, shared(x.q.dtype, consumers, 64, dim),
         )  # fmt: skip
-        numbers = Shared(torch.full((q_stages,), -1), [q_stages, 1], "plain")
+        numbers = Shared(torch.full((q_stages * 8,), -1), [q_stages * 8, 1], "plain")
         counts = (q_stages * consumers, 1), (q_stages * consumers, 1), *[(stages, 1), (stages, consumers)] * 2
         rings = (*shared_tiles, *(ring(*c) for c in counts), None, None)
-        results = (Tensor4(out), None, Address(lse), 0, 0)
-        given = (sinks, lens, None)
+        strides = out.stride()[:2] if packed else (0, 0)
+        results = (Tensor4(hopper.boxed(out)), Address(out.view(-1)), Address(lse), *reversed(strides))
+        given = (sinks, lens, order)
         roles = {
             f"_consumer {c}": (results, given, keys, numbers, rings, sizes, n_tiles, o.scale, c, square, dim, of)
             for c in range(consumers)
         }
-        roles["_producer"] = (*boxes, lens, None, Address(taken), numbers, rings, sizes, n_tiles, counted, of)
+        roles["_producer"] = (*boxes, lens, order, Address(taken), numbers, rings, sizes, n_tiles, square, counted, of)
         play(names, roles)
     assert taken.item() == (n_tiles if counted else 0)  # each program asks once more than it gets
-    return out, lse.view(batch, heads, len_q), len(again)
+    return out, lse.view(heads, len_q) if packed else lse.view(batch, heads, len_q), len(again)
 
 
 def play(names: dict[str, Any], roles: dict[str, tuple[Any, ...]]) -> None:
@@ -231,6 +255,38 @@ def test_roles(case):
     assert (again > 0) == (rise > 64 or len_q > len_k or options.get("kv_lens") == [330, 0])
 
 
+PACKED = (
+    ([256, 0, 1, 100, 200], None, (2, 2, 2), {"causal": True}, 0.0),
+    ([256, 0, 1, 100, 200], None, (2, 4, 1), {"causal": True, "sinks": True}, 0.0),
+    ([60, 390, 256], None, (2, 2, 2), {"causal": True}, 100.0),
+    ([256, 0, 1, 100, 200], [256, 0, 1, 100, 200], (2, 2, 2), {"causal": True}, 0.0),
+    ([129, 0, 64, 200], [70, 30, 200, 400], (2, 2, 2), {"causal": True}, 0.0),
+    ([129, 5, 64, 200], [70, 30, 200, 400], (3, 4, 2), {}, 0.0),
+)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_roles(case):
+    """Sequences of which the next may hold NaN; their queries and keys packed alike, or not known to be."""
+    lens_q, lens_k, (consumers, stages, q_stages), options, rise = case
+    torch.manual_seed(0)
+    ends = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k or lens_q)]
+    cu_q, cu_k = ends
+    q, k, v = (torch.randn(int(cu[-1]), n, 64).to(torch.bfloat16) for cu, n in ((cu_q, 2), (cu_k, 1), (cu_k, 1)))
+    if rise:
+        q[..., 0], k[..., 0], k[100:200, :, 0] = 8 * math.log(2), 0, rise
+    more = {"sinks": torch.randn(2)} if "sinks" in options else {}
+    x, o, _ = inputs_of(q, k, v, cu_q, cu_q if lens_k is None else cu_k, **{**options, **more})
+    want, want_lse = reference.forward(x._replace(q=q.double(), k=k.double(), v=v.double()), o)
+    q[cu_q[-2] :] = k[cu_k[-2] :] = v[cu_k[-2] :] = math.nan
+    out, lse, again = run(x, o, consumers, stages, q_stages)
+    some = int(cu_q[-2])
+    out, want, lse, want_lse = out[:some], want[:some], lse[:, :some], want_lse[:, :some]
+    assert ((out.double() - want).norm() / want.norm()).item() < 0.01
+    torch.testing.assert_close(lse, want_lse.float(), atol=1e-3, rtol=1e-4)
+    assert again > 0  # the last sequence, at least
+
+
 def test_where_it_serves():
     """bfloat16 at length, head_dims that fill up 64 or 128, nothing between q k^T and the softmax but masks."""
 
@@ -251,6 +307,26 @@ def test_where_it_serves():
     assert serves(length=512, causal=True) and serves(128, length=512, causal=True)
     assert not serves(128, length=511, causal=True)
     assert not serves(length=1023, window=(None, 7)) and not serves(length=256, causal=True)
+
+
+def test_what_is_known_of_packed_sequences():
+    """Whether queries and keys are the same tokens: if so, shorter ones are served, and all tiles are cut alike."""
+    with pretend(H100):
+        q, k, v = (torch.empty(10 * 300, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+        cu = torch.arange(0, 3001, 300).int()
+        for ends, causal, alike in (
+            ((cu, cu), True, True),
+            ((cu, cu[:]), True, True),
+            ((cu, cu), False, False),
+            ((cu, cu.clone()), True, False),
+        ):
+            call = Call(*inputs_of(q, k, v, *ends, causal=causal)[:2])
+            assert plan.square(call) == alike == (plan.without_maxima(call, (64, 64)) is not None)
+        for n, served in ((11, True), (12, False)):  # of 272 and 250 tokens on average
+            ends = torch.full((n + 1,), 3000).int()
+            ends[0] = 0
+            call = Call(*inputs_of(q, k, v, ends, ends, causal=True)[:2])
+            assert (plan.without_maxima(call, (64, 64)) is not None) == served
 
 
 def test_three_consumers_serve_long_causal_calls():

@@ -120,6 +120,14 @@ def test_ragged_cases_have_empty_and_full_sequences():
         assert lens.min() == 0 and lens.max() == case.seqlen_k
 
 
+def test_packed_sequences_of_equal_lengths_are_told_by_one_tensor():
+    """As one passes them to attention of tokens with themselves, which kernels may know by it."""
+    case = Case("packed", 4, 1, 1, 20, 20, 8, 8, F32, varlen=True)
+    for of, same in ((case, True), (case._replace(seqlen_q=9), False)):
+        x, _, _ = inputs_of(**cases.make(of, "cpu"))
+        assert (x.cu_seqlens_q is x.cu_seqlens_k) == same
+
+
 def test_inputs_are_the_same_each_time_and_differ_between_cases():
     first, again = cases.make(PLAIN, "cpu"), cases.make(PLAIN, "cpu")
     other = cases.make(PLAIN._replace(name="other"), "cpu")

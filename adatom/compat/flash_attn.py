@@ -135,7 +135,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: (tokens_q, heads, head_dim). k, v: (tokens_k, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,): sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,): sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1]. For
+            attention of tokens with themselves best one tensor twice, see `attention_varlen`.
         max_seqlen_q, max_seqlen_k: not needed here; on the CPU a maximum that is too small is refused.
         alibi_slopes, block_table: must be None.
         The rest as in `flash_attn_func`, alignment per sequence.

@@ -128,7 +128,8 @@ def attention_varlen(
         q: (tokens_q, heads, head_dim). k: (tokens_k, kv_heads, head_dim). v: (tokens_k, kv_heads, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), on the inputs' device: sequence i is tokens
             cu_seqlens[i] to cu_seqlens[i + 1]. Must start at 0, not decrease, and end at the number of tokens: checked
-            on the CPU; on a GPU it is the caller's duty (a check would wait for the device).
+            on the CPU; on a GPU it is the caller's duty (a check would wait for the device). One tensor given twice
+            says that queries and keys are the same tokens: a causal mask is then faster on Hopper.
         causal, window, softcap, sinks, scale, precision, return_lse, backend: as in `attention`.
         bias: not supported for packed sequences; raises NotImplementedError.
 

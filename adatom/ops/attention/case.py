@@ -111,8 +111,8 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
         given["q"] = normal(sum(qs), case.heads, case.head_dim)
         given["k"] = normal(sum(ks), case.kv_heads, case.head_dim)
         given["v"] = normal(sum(ks), case.kv_heads, case.head_dim_v)
-        for name, each in (("cu_seqlens_q", qs), ("cu_seqlens_k", ks)):
-            given[name] = torch.tensor([0, *each]).cumsum(0).to(device=device, dtype=torch.int32)
+        ends = [torch.tensor([0, *each]).cumsum(0).to(device=device, dtype=torch.int32) for each in (qs, ks)]
+        given["cu_seqlens_q"], given["cu_seqlens_k"] = ends if qs != ks else ends[:1] * 2  # as one gives the same twice
     else:
         given["q"] = rows(case.heads, case.seqlen_q, case.head_dim)
         given["k"] = rows(case.kv_heads, case.seqlen_k, case.head_dim)

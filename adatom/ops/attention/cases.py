@@ -314,6 +314,10 @@ GPU: tuple[Case, ...] = (
     Case("counted tiles", 5, 8, 2, 2100, 2048, 128, 128, BF16),
     Case("counted tiles 64", 5, 8, 4, 2048, 2176, 64, 64, BF16, causal=True, sinks=True),
     Case("counted tiles of odd lengths", 5, 8, 4, 2001, 2077, 128, 96, BF16, causal=True, magnitude=30.0),
+    Case("counted packed tiles", 24, 8, 8, 1000, 1000, 128, 128, BF16, varlen=True, causal=True),
+    Case("counted packed tiles 64", 24, 8, 2, 1000, 1000, 64, 64, BF16, varlen=True, causal=True, sinks=True),
+    Case("counted packed tiles, rising", 9, 8, 4, 1500, 1500, 96, 80, BF16, varlen=True, causal=True, magnitude=30.0),
+    Case("counted packed tiles, more keys", 24, 8, 8, 900, 1000, 128, 128, BF16, varlen=True, causal=True),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
     *(

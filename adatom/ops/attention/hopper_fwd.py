@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_fwd_fast import _fast_kernel
-from adatom.ops.attention.hopper_fwd_plan import balance, counted, in_place, pick, square, stages, without_maxima
+from adatom.ops.attention.hopper_fwd_plan import (
+    balance,
+    counted,
+    in_place,
+    one_packing,
+    pick,
+    square,
+    stages,
+    without_maxima,
+)
 from adatom.ops.attention.hopper_fwd_tiles import (
     FULL,
     KEY,
@@ -227,7 +236,7 @@ class Launches(NamedTuple):
     main: Launch
     lines: int  # numbers of that table
     fast: bool  # main is the kernel without maxima
-    counted: bool  # its programs take tiles from a counter
+    counted: bool  # its programs take tiles from a counter of their own
 
 
 def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
@@ -296,13 +305,13 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
         scalars = (*call.strides(out)[1:], *call.bias_strides, *several, *sizes, o.softcap)
         main = Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
     table = table_launch(call, rows, 3 * call.device.sms * rows // 2) if call.varlen else None
-    return Launches(table, main, table_size(call, rows), fast, takes)
+    return Launches(table, main, table_size(call, rows), fast, takes and not call.varlen)
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
-    plan = remembered(x, "fwd", lambda: _launches(x, o, out))
+    plan = remembered(x, "fwd, one packing" if one_packing(x) else "fwd", lambda: _launches(x, o, out))
     bias, order = x.bias, None
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)

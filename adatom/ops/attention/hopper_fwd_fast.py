@@ -7,7 +7,8 @@ the sums tell whether that was enough; a consumer in whose tile it was not, for 
 maxima, from memory.
 
 SQUARE: under a causal mask whose diagonal ends where tiles end, only a tile's first block of keys is cut, and of that
-the first consumer sees half. The producer says which tile is next: where tiles are many, one that no program took.
+the first consumer sees half. So it is in packed sequences whose queries and keys are the same tokens: what follows a
+sequence lies beyond the diagonal. The producer says which tile is next: where tiles are many, one that no program took.
 """
 
 from adatom.ops.attention.hopper_fwd_tiles import (
@@ -54,6 +55,7 @@ from adatom.tiles.hopper import (
 LOW = gl.constexpr(0.5)  # a sum holds the exponential of its reference, 1 but for rounding
 SAFE = gl.constexpr(2.0**20)  # as much as a million keys of ordinary softmax: no v overflows that did not there
 HIGH = gl.constexpr(2.0**64)
+TOLD = gl.constexpr(8)  # numbers that the producer may say of a tile
 
 
 @gluon.jit
@@ -297,34 +299,49 @@ def _again(q, tile, X, Sinks, h, first, bounds, scale, DIM: gl.constexpr, PLAN: 
 
 
 @gluon.jit
+def _say(x, n, turn, numbers, PLAN: gl.constexpr):
+    """Write x down as number n of this turn's tile."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(slot(turn, PLAN.Q_STAGES) * TOLD + n).store(gl.full([1], x, gl.int32, LAYOUT))
+
+
+@gluon.jit
 def _tell(t, turn, numbers, rings, PLAN: gl.constexpr):
     """Say that tile t is that of this turn, as soon as there is room for its queries."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(own_queries(turn, c, PLAN)), lap(turn, PLAN.Q_STAGES) ^ 1)
-    numbers.index(slot(turn, PLAN.Q_STAGES)).store(gl.full([1], t, gl.int32, LAYOUT))
+    _say(t, 0, turn, numbers, PLAN)
+
+
+@gluon.jit
+def _said(n, turn, numbers, PLAN: gl.constexpr):
+    """Number n of this turn's tile."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(numbers.index(slot(turn, PLAN.Q_STAGES) * TOLD + n).load(LAYOUT), 0)
 
 
 @gluon.jit
 def _told(turn, numbers, rings, C: gl.constexpr, PLAN: gl.constexpr):
     """The tile of this turn, once the queries of consumer C have come. The first that is none ends the program."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(q_full.index(own_queries(turn, C, PLAN)), lap(turn, PLAN.Q_STAGES))
-    return gl.max(numbers.index(slot(turn, PLAN.Q_STAGES)).load(LAYOUT), 0)
+    return _said(0, turn, numbers, PLAN)
 
 
 @gluon.jit
-def _producer(Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED: gl.constexpr, PLAN: gl.constexpr):
-    """Keeps the rings full, and says which tile is next. COUNTED: it is one that no program took yet; `Taken` counts
-    those that were, beyond each program's first."""
+def _producer(Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, SQUARE: gl.constexpr, COUNTED: gl.constexpr,
+              PLAN: gl.constexpr):
+    """Keeps the rings full, and says which tile is next, of packed ones all that there is to know. COUNTED: it is one
+    that no program took yet; `Taken` counts those that were, beyond each program's first."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     STAGES: gl.constexpr = PLAN.STAGES
     n_tiles = count_tiles(Order, n_tiles, sizes, PLAN)
+    if PLAN.VARLEN:
+        Taken = Order + 1
     n = 0
     turn = 0
     t = gl.program_id(0)
@@ -336,6 +353,14 @@ def _producer(Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNT
         begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
         hk = h // (heads // kv_heads)
         _tell(t, turn, numbers, rings, PLAN)
+        if PLAN.VARLEN:
+            _say(h, 1, turn, numbers, PLAN)
+            _say(m0, 2, turn, numbers, PLAN)
+            _say(start_q, 3, turn, numbers, PLAN)
+            _say(len_q, 4, turn, numbers, PLAN)
+            if not SQUARE:
+                _say(start_k, 5, turn, numbers, PLAN)
+                _say(len_k, 6, turn, numbers, PLAN)
         for c in gl.static_range(CONSUMERS):
             i = own_queries(turn, c, PLAN)
             load_tile(Q, b, h, start_q + m0 + c * PLAN.BLOCK_M, 0, q_full.index(i), q_s.index(i))
@@ -392,7 +417,14 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
         else:
             s = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
-        b, h, m0, start_q, start_k, len_q, len_k = tile_of(t, Order, Lens, sizes, PLAN)
+        if PLAN.VARLEN:
+            b, h, m0 = t * 0, _said(1, turn, numbers, PLAN), _said(2, turn, numbers, PLAN)
+            start_q, len_q = _said(3, turn, numbers, PLAN), _said(4, turn, numbers, PLAN)
+            start_k, len_k = start_q, len_q
+            if not SQUARE:
+                start_k, len_k = _said(5, turn, numbers, PLAN), _said(6, turn, numbers, PLAN)
+        else:
+            b, h, m0, start_q, start_k, len_q, len_k = tile_of(t, Order, Lens, sizes, PLAN)
         begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
         bounds = (len_q, len_k, left, right)
         first = m0 + C * BLOCK_M
@@ -472,12 +504,14 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
             sums += gl.exp2(gl.load(Sinks + h).to(gl.float32) * LOG2E - m)
         doubt = gl.where((sums >= LOW) & (sums <= SAFE), 0, gl.where((sums >= LOW) & (sums <= HIGH), 1, 2))
         worst = gl.max(gl.where(m0 + i < len_q, doubt, 0), 0)
+        if SQUARE and PLAN.VARLEN:  # the next sequence's v, multiplied by 0, may have been NaN
+            worst = gl.maximum(worst, gl.where((first < len_q) & (m0 + BLOCK_N > len_q), 1, 0))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(v_empty, n - 1, STAGES)
         tma.store_wait(0)  # the tile before has left
         gl.barrier()
         if worst > 0:
-            if worst == 1:  # a large v may have overflowed
+            if worst == 1:  # a large v may have overflowed, what is multiplied by 0 may be NaN
                 worst = gl.max(gl.where(gl.sum(acc * 0.0, 1) == 0.0, 0, 2), 0)
             if worst == 2:
                 K, V, stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm = keys
@@ -512,7 +546,7 @@ def _fast_kernel(Q, K, V, Sinks, Lens, Order, Taken, Out, KPtr, VPtr, OutPtr, Ls
     PLAN: gl.constexpr = make_plan(0, False, True, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
                                    BLOCK_M, BLOCK_N, Q_STAGES, STAGES, 1, False)
     rings = make_rings(Q, K, V, K, Out, PLAN)
-    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     let_next(EARLY)
     wait_for_previous(EARLY)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
@@ -522,18 +556,18 @@ def _fast_kernel(Q, K, V, Sinks, Lens, Order, Taken, Out, KPtr, VPtr, OutPtr, Ls
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
-            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, SQUARE, COUNTED, PLAN)),
         ], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 1, SQUARE, HEAD_DIM, PLAN)),
-            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, SQUARE, COUNTED, PLAN)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 0, SQUARE, HEAD_DIM, PLAN)),
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 1, SQUARE, HEAD_DIM, PLAN)),
             (_consumer, (results, given, keys, numbers, rings, sizes, n_tiles, scale, 2, SQUARE, HEAD_DIM, PLAN)),
-            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, COUNTED, PLAN)),
+            (_producer, (Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, SQUARE, COUNTED, PLAN)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from adatom.ops.attention.problem import Inputs
 from adatom.ops.attention.triton_call import Call
 
 
@@ -55,11 +56,13 @@ FAST: dict[tuple[int, str], dict[int, Config | None]] = {
     (64, "square"): {0: None, 512: _FAST_64, 16384: _FAST_THREE},
     (64, "window"): {0: None, 1024: _FAST_64},
     (64, "packed"): {0: None, 1024: _FAST_64},
+    (64, "packed square"): {0: None, 256: _FAST_64},
     (128, "full"): {0: None, 512: _FAST._replace(block_n=64, stages=4), 1024: _FAST},
     (128, "causal"): {0: None, 1024: _FAST},
     (128, "square"): {0: None, 512: _FAST},
     (128, "window"): {0: None, 1024: _FAST},
-    (128, "packed"): {0: None, 2048: _FAST._replace(persistent=False)},
+    (128, "packed"): {0: None, 2048: _FAST},
+    (128, "packed square"): {0: None, 256: _FAST},
 }
 
 
@@ -91,9 +94,17 @@ def _kind(call: Call) -> str:
     return "window" if call.left >= 0 else "causal" if call.right >= 0 else "full"
 
 
+def one_packing(x: Inputs) -> bool:
+    """Whether queries and keys are packed alike, which the host knows if it was given one tensor twice."""
+    q, k = x.cu_seqlens_q, x.cu_seqlens_k
+    if q is None or k is None:
+        return False
+    return q is k or q.data_ptr() == k.data_ptr() != 0 and (q.stride(), q.dtype) == (k.stride(), k.dtype)
+
+
 def square(call: Call) -> bool:
     """Whether the edges of a causal mask, and of a window, are known to lie where tiles of 128 queries end."""
-    known = call.right == 0 and not call.varlen and call.x.kv_lens is None
+    known = call.right == 0 and call.x.kv_lens is None and (not call.varlen or one_packing(call.x))
     known = known and call.len_k >= call.len_q and (call.len_k - call.len_q) % 128 == 0
     return known and (call.left < 0 or call.left >= 255 and (call.left + 1) % 128 == 0)
 
@@ -112,7 +123,9 @@ def without_maxima(call: Call, dims: tuple[int, int]) -> Config | None:
     if call.x.q.dtype != torch.bfloat16 or dims not in ((64, 64), (128, 128)):
         return None
     kind = _kind(call)
-    table = FAST[dims[0], "square" if kind == "causal" and square(call) else kind]
+    if kind in ("causal", "packed") and square(call):
+        kind = "square" if kind == "causal" else "packed square"
+    table = FAST[dims[0], kind]
     length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
     return table[max(n for n in table if n <= length)]
 
@@ -162,8 +175,11 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
 
 def counted(config: Config, call: Call) -> bool:
     """Whether programs of the kernel without maxima take tiles from a counter, so that who is faster takes more: where
-    that was measured as faster, and so much work that it is worth a launch that zeroes the counter."""
+    that was measured as faster, and so much work that it is worth a launch that zeroes the counter. That of packed
+    sequences lies in the table of their tiles."""
+    if call.varlen:
+        return config.persistent
     tiles = call.programs(call.len_q, config.consumers * config.block_m)
     much = tiles >= 4 * call.device.sms and tiles * call.len_k >= 7680 * call.device.sms
     measured = call.left < 0 and (call.right >= 0 or max(call.head_dim, call.head_dim_v) > 64)
-    return config.persistent and not call.varlen and much and measured
+    return config.persistent and much and measured

@@ -283,8 +283,13 @@ def write_out(results, acc, o, b, h, first, start_q, len_q, PLAN: gl.constexpr):
     """Write rows first.. of out, which is acc, by way of `o` in shared memory, which is free."""
     Out, OutPtr, Lse, stride_oh, stride_om = results
     o.store(acc.to(o.dtype))
-    if PLAN.VARLEN:  # the rows after the last are the next sequence's
-        store_rows(OutPtr + h.to(gl.int64) * stride_oh, o, start_q + first, len_q - first, stride_om, PLAN.HEAD_DIM_V)
+    if PLAN.VARLEN:
+        if len_q - first < PLAN.BLOCK_M:  # the rows after the last are the next sequence's
+            store_rows(OutPtr + h.to(gl.int64) * stride_oh, o, start_q + first, len_q - first, stride_om,
+                       PLAN.HEAD_DIM_V)
+        else:
+            fence_async_shared()
+            store_tile(Out, b, h, start_q + first, 0, o)
     else:
         fence_async_shared()
         store_tile(Out, b, h, first, 0, o)

@@ -315,6 +315,7 @@ COMPILE: tuple[Case, ...] = (
         for kind in (KINDS[0], KINDS[2])
         for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
     ),
+    *(Case(f"bf16 {d} varlen, other keys", 2, 4, 2, 500, 512, d, d, BF16, varlen=True, causal=True) for d in (64, 128)),
     Case("bf16 192 causal", 2, 4, 2, 512, 512, 192, 192, BF16, causal=True),
     Case("f16 256x128 window kv_lens", 2, 4, 2, 512, 512, 256, 128, F16, window=(64, 32), kv_lens=True),
     Case("bf16 192x256 kv_lens causal", 2, 4, 2, 512, 512, 192, 256, BF16, kv_lens=True, causal=True),
