@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from adatom.ops.attention import hopper_deep_fwd
 from adatom.ops.attention.hopper_fwd_fast import _fast_kernel
 from adatom.ops.attention.hopper_fwd_plan import balance, counted, in_place, pick, square, stages, without_maxima
 from adatom.ops.attention.hopper_fwd_tiles import (
@@ -230,8 +231,11 @@ class Launches(NamedTuple):
     counted: bool  # its programs take tiles from a counter
 
 
-def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
+def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | hopper_deep_fwd.Fast:
     call = Call(x, o)
+    split = hopper_deep_fwd.without_maxima(call) if call.head_dim <= 96 else None
+    if split is not None:
+        return hopper_deep_fwd.fast_launch(call, split)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
     without = without_maxima(call, dims)
     fast = without is not None
@@ -303,6 +307,9 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     plan = remembered(x, "fwd", lambda: _launches(x, o, out))
+    if isinstance(plan, hopper_deep_fwd.Fast):
+        plan(x, out, lse)
+        return out, lse
     bias, order = x.bias, None
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
