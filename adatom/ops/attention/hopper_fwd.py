@@ -280,8 +280,8 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | hopper_dee
     if config.each > 1:
         meta["maxnreg"] = _REGISTERS // (config.each * 128 * (config.consumers + 1)) // 8 * 8
     if fast:
-        diagonal = square(call) and rows == config.block_n == 128 and config.persistent
-        meta |= dict(SQUARE=diagonal, COUNTED=takes, HEAD_DIM=call.head_dim)
+        fits = square(call) and rows == config.block_n == 128 and config.persistent
+        meta |= dict(SQUARE=fits * (2 if call.right > 0 else 1), COUNTED=takes, HEAD_DIM=call.head_dim)
         scalars = (*call.strides(out)[1:], *call.strides(x.k), *call.strides(x.v), *sizes)
         main = Launch(_fast_kernel, programs, scalars, meta, config.spill, blocks)
     else:
