@@ -440,7 +440,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                     EDGE: gl.constexpr = S_LAYOUT if C == 0 else H_LAYOUT
                     v = v_s.index(slot(n - 1, STAGES))
                     scores, acc = _multiply_both(p, v, acc, turn, n, rings, C == 1, False, C, PLAN, S_LAYOUT)
-                    shift = m0 + (len_k - len_q - left) - begin
+                    shift = left & 1  # it lies at a multiple of 128, or at one less
                     acc, l, p = _window_edge(scores, acc, l, reference, n, shift, rings, unit, PLAN, EDGE, S_LAYOUT,
                                              P_LAYOUT)
                     n += 1
