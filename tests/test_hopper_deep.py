@@ -45,7 +45,7 @@ def register(x: torch.Tensor) -> Register:
 
 
 class Shared:
-    """A tile in shared memory: swizzled ones lie there by pieces of 64 columns."""
+    """A tile in shared memory: swizzled ones lie there by pieces of 64 columns, or of all that it has."""
 
     def __init__(self, flat: torch.Tensor, shape: list[int], layout: str) -> None:
         assert flat.numel() == math.prod(shape)
@@ -73,22 +73,24 @@ class Shared:
     def load(self, layout: Any = None) -> Register:
         x = self.flat.view(self.shape)
         if self.layout == SWIZZLED and len(self.shape) == 2:
-            x = self.flat.view(-1, self.shape[0], 64).transpose(0, 1).reshape(self.shape)
+            x = self.flat.view(-1, self.shape[0], min(64, self.shape[1])).transpose(0, 1).reshape(self.shape)
         x = x[self.part] if len(self.shape) == 2 else x
         return register((x.T if self.turned else x).clone())
 
     def store(self, x: torch.Tensor) -> None:
         assert list(x.shape) == self.shape and x.dtype == self.dtype
         if self.layout == SWIZZLED:
-            x = x.reshape(self.shape[0], -1, 64).transpose(0, 1)
+            x = x.reshape(self.shape[0], -1, min(64, self.shape[1])).transpose(0, 1)
         self.flat.copy_(x.reshape(-1))
 
 
 class Tensor4:
-    """A descriptor: boxes of 64 x 64 of a 4-D tensor, or rows of what has fewer dimensions."""
+    """A descriptor: boxes of 64 or `columns` columns of a 4-D tensor, or rows of what has fewer dimensions."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x, self.dtype = x, x.dtype
+    layout = SWIZZLED
+
+    def __init__(self, x: torch.Tensor, columns: int = 64) -> None:
+        self.x, self.dtype, self.block_type = x, x.dtype, SimpleNamespace(shape=[1, 1, 64, columns])
 
     def box(self, at: list[int], like: Shared) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """(the part that exists, where it lies in the box)."""

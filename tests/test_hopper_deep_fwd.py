@@ -18,6 +18,7 @@ from test_hopper_deep import (  # noqa: E402
     PLAIN,
     Lens,
     Machine,
+    Shared,
     Tensor4,
     clear_rows,
     register,
@@ -25,13 +26,20 @@ from test_hopper_deep import (  # noqa: E402
 )
 
 from adatom.device import pretend  # noqa: E402
+from adatom.ops.attention import hopper_deep_fast as fast  # noqa: E402
 from adatom.ops.attention import hopper_deep_fwd as deep  # noqa: E402
-from adatom.ops.attention import hopper_fwd_tiles, limits, reference  # noqa: E402
+from adatom.ops.attention import (  # noqa: E402
+    hopper_deep_tiles,
+    hopper_fwd_fast,
+    hopper_fwd_tiles,
+    limits,
+    reference,
+)
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
 
-PYTHON = "clear_rows", "named_sync", "named_arrive", "as_box"  # what is written for this machine
+PYTHON = "clear_rows", "named_sync", "named_arrive", "as_box", "as_matrix"  # what is written for this machine
 
 
 class Int(int):
@@ -66,8 +74,16 @@ def load(at: Any) -> torch.Tensor:
     return at.x[at.at] if isinstance(at, At) else at
 
 
-def store(at: At, x: torch.Tensor, mask: torch.Tensor) -> None:
-    at.x.view(-1)[at.at[mask]] = x[mask].as_subclass(torch.Tensor)
+def store(at: At, x: Any, mask: torch.Tensor | None = None) -> None:
+    if mask is None:
+        at.x[int(at.at)] = int(x)
+    else:
+        at.x.view(-1)[at.at[mask]] = x[mask].as_subclass(torch.Tensor)
+
+
+def atomic_add(at: At, n: int, sem: str) -> Int:
+    at.x[int(at.at)] += n
+    return Int(at.x[int(at.at)] - n)
 
 
 class Forward(Machine):
@@ -88,7 +104,7 @@ class Forward(Machine):
             if wait and not self.changed.wait_for(lambda: self.came[number][0] > rounds, timeout=10):
                 raise TimeoutError("waits for ever")
 
-    def python(self) -> dict[str, Any]:
+    def python(self, kernel: Any = deep) -> dict[str, Any]:
         names = super().python()
         language = SimpleNamespace(**vars(names["gl"]))
         vars(language).update(
@@ -98,19 +114,41 @@ class Forward(Machine):
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), barrier=lambda: None, load=load,
             store=store, num_programs=lambda axis: self.programs, DotOperandLayout=lambda *a: None,
             BlockedLayout=lambda *a: None, convert_layout=lambda x, layout, assert_trivial=False: x,
+            atomic_add=atomic_add, zeros_like=torch.zeros_like, join=lambda a, b: torch.stack((a, b), -1),
+            split=lambda x: x.unbind(-1),
         )  # fmt: skip
         names.update(
-            gl=language, LN2=math.log(2), ROWS=64, PIECE=64, TURN=8, ALL=10, MOST=2.0**64, NONE=0,
-            clear_rows=clear_rows, named_sync=lambda number, threads: self.come(number, threads, True),
+            gl=language, LN2=math.log(2), ROWS=64, TURN=8, ALL=10, MOST=2.0**64, NONE=0, LOW=0.5, SAFE=2.0**20,
+            HIGH=2.0**64, as_matrix=lambda layout: layout, clear_rows=clear_rows,
+            named_sync=lambda number, threads: self.come(number, threads, True),
             named_arrive=lambda number, threads: self.come(number, threads, False),
         )  # fmt: skip
-        for module in (hopper, hopper_fwd_tiles, deep):
+        for module in (hopper, hopper_fwd_tiles, hopper_fwd_fast, hopper_deep_tiles, kernel):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in PYTHON:
                     names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
         tile = names["tile_of"]
         names["tile_of"] = lambda *a: tuple(Int(n) for n in tile(*a))
         return names
+
+    def play(self, kernel: Any, consumers: list[Any], producer: Any) -> None:
+        """Run the roles of a program, with these arguments, as threads."""
+        python, failed = self.python(kernel), []
+
+        def role(name: str, *args: Any) -> None:
+            try:
+                python[name](*args)
+            except Exception as error:
+                failed.append(error)
+
+        roles = [("_consumer", args) for args in consumers] + [("_producer", producer)]
+        threads = [threading.Thread(target=role, name=name, args=(name, *args)) for name, args in roles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
 
 
 def run(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,9 +160,9 @@ def run(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch.Tens
     lens = None if x.kv_lens is None else Lens(x.kv_lens.tolist())
     masked = left >= 0 or right >= 0 or lens is not None or len_k % config.block_n > 0
     sure = config.sure and x.q.dtype == torch.bfloat16
-    plan = deep.Plan(
+    plan = hopper_deep_tiles.Plan(
         0, False, True, left >= 0, right >= 0, masked, x.sinks is not None, lens is not None, False, 0, 2, 64,
-        config.block_n, hq, hv, config.q_slots, config.lo_slots, config.hi_slots, sure,
+        config.block_n, 128, hq, hv, config.q_slots, config.lo_slots, config.hi_slots, sure,
     )  # fmt: skip
     half, n_tiles = x.q.dtype, math.ceil(len_q / 128) * batch * heads
     out = torch.full((batch, heads, len_q, dim_v), math.nan, dtype=half)
@@ -133,41 +171,53 @@ def run(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch.Tens
     sizes = (heads, kv_heads, batch * heads, 3, len_q, len_k, left, right)
     for pid in range(programs):
         machine = Forward(pid, programs, seed)
-        ring, failed = machine.barriers, []
-        tiles = (
-            shared(half, config.q_slots, 64, 128), shared(half, config.q_slots, 64, hq),
-            shared(half, config.lo_slots, config.block_n, 128), shared(half, config.hi_slots, config.block_n, hq),
-            deep_flags(),
-        )  # fmt: skip
-        bars = ring(config.q_slots, 1), ring(config.q_slots, 1), ring(config.lo_slots, 1), ring(config.lo_slots, 2)
-        python = machine.python()
-
-        def role(name: str, *args: Any, python=python, failed=failed) -> None:
-            try:
-                python[name](*args)
-            except Exception as error:
-                failed.append(error)
-
-        results = (Tensor4(out), None, At(lse), 0, 0)
+        tiles, bars = rings(machine, half, config, 128, hq)
         given = (sinks, lens, None)
-        threads = [
-            threading.Thread(target=role, name="_consumer", args=(
-                "_consumer", results, given, tiles, bars, sizes, n_tiles, o.scale, c, plan))
-            for c in (0, 1)
-        ]  # fmt: skip
-        inputs = (Tensor4(x.q), Tensor4(x.k), Tensor4(x.v), lens, None)
-        threads.append(
-            threading.Thread(
-                target=role, name="_producer", args=("_producer", *inputs, tiles, bars, sizes, n_tiles, plan)
-            )
-        )
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
+        shared_by_all = (tiles, bars, sizes, n_tiles)
+        consumers = [((Tensor4(out), None, At(lse), 0, 0), given, *shared_by_all, o.scale, c, plan) for c in (0, 1)]
+        inputs = [(Tensor4(t),) * 2 for t in (x.q, x.k, x.v)]
+        machine.play(deep, consumers, (*inputs, lens, None, *shared_by_all, plan))
     return out, lse
+
+
+def run_fast(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the kernel without maxima."""
+    batch, heads, len_q, dim = x.q.shape
+    kv_heads, len_k, dim_v = x.v.shape[1:]
+    low = 128 if dim > 128 else 64
+    hq, hv = (next(h for h in (0, low // 2, low) if d <= low + h) for d in (dim, dim_v))
+    masked = o.causal or len_k % config.block_n > 0
+    plan = hopper_deep_tiles.Plan(
+        0, False, True, False, o.causal, masked, x.sinks is not None, False, False, 0, 2, 64,
+        config.block_n, low, hq, hv, config.q_slots, config.lo_slots, config.hi_slots, False,
+    )  # fmt: skip
+    half, n_tiles = x.q.dtype, math.ceil(len_q / 128) * batch * heads
+    out = torch.full((batch, heads, len_q, dim_v), math.nan, dtype=half)
+    lse = torch.full((batch, heads, len_q), math.nan)
+    sinks = None if x.sinks is None else At(x.sinks)
+    sizes = (heads, kv_heads, batch * heads, 3, len_q, len_k, 0, 0)
+    taken = torch.zeros(1 + n_tiles, dtype=torch.int32)
+    for pid in range(programs):
+        machine = Forward(pid, programs, seed)
+        tiles, bars = rings(machine, half, config, low, hq)
+        numbers = Shared(torch.zeros(config.q_slots, dtype=torch.int32), [config.q_slots, 1], PLAIN)
+        some = (At(taken), numbers, tiles, bars, sizes, n_tiles)
+        outs = Tensor4(out), Tensor4(out, min(hv, 64)), At(lse)
+        consumers = [(outs, sinks, *some, o.scale, c, o.causal, seed % 2 == 0, plan) for c in (0, 1)]
+        inputs = [(Tensor4(t), Tensor4(t, min(hq, 64))) for t in (x.q, x.k, x.v)]
+        machine.play(fast, consumers, (*inputs, *some, programs % 2 == 1, plan))
+    return out, lse
+
+
+def rings(machine: Forward, half: torch.dtype, config: deep.Config, low: int, high: int) -> tuple[Any, Any]:
+    """Shared memory and its barriers."""
+    ring = machine.barriers
+    tiles = (
+        shared(half, config.q_slots, 64, low), shared(half, config.q_slots, 64, high),
+        shared(half, config.lo_slots, config.block_n, low), shared(half, config.hi_slots, config.block_n, high),
+        deep_flags(),
+    )  # fmt: skip
+    return tiles, (ring(config.q_slots, 1), ring(config.q_slots, 1), ring(config.lo_slots, 1), ring(config.lo_slots, 2))
 
 
 def deep_flags():
@@ -225,6 +275,42 @@ def test_what_fits_in_shared_memory():
             columns = 64 * config.q_slots * dim
             columns += config.block_n * (config.lo_slots * 128 + config.hi_slots * (dim - 128))
             assert columns * 2 + 2048 <= H100.shared_memory, config
+
+
+FAST = (
+    ((256, 256), (130, 200), 1, {}),
+    ((256, 256), (384, 384), 2, {"causal": True}),
+    ((192, 192), (300, 450), 1, {"sinks": True}),
+    ((192, 128), (256, 384), 2, {"causal": True, "sinks": True}),
+    ((96, 80), (256, 256), 1, {"causal": True}),
+    ((72, 64), (200, 500), 2, {}),
+    ((96, 96), (384, 384), 1, {"causal": True, "grows": 300.0}),
+    ((256, 200), (384, 512), 1, {"causal": True, "grows": 300.0}),
+    ((160, 192), (300, 700), 1, {"grows": 300.0}),
+)
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_roles_without_maxima(case):
+    (dim, dim_v), (len_q, len_k), sharing, options = case
+    torch.manual_seed(0)
+    options = dict(options)
+    grows = options.pop("grows", None)
+    if "sinks" in options:
+        options["sinks"] = torch.randn(2 * sharing)
+    q = torch.randn(2, 2 * sharing, len_q, dim).bfloat16()
+    k, v = (torch.randn(2, 2, len_k, d).bfloat16() for d in (dim, dim_v))
+    if grows:
+        k[:, :, len_k // 3] *= grows
+    x, o, _ = inputs_of(q=q, k=k, v=v, **options)
+    out, lse = reference.forward(x._replace(q=q.double(), k=k.double(), v=v.double()), o)
+    usual = deep.FAST[next(d for d in deep.FAST if max(dim, dim_v) <= d)]
+    configs = usual, usual, deep.Config(64, 3, 3, 2, True), usual._replace(block_n=64)
+    for programs, config in enumerate(configs, 1):
+        got = run_fast(x, o, config, programs, programs)
+        for name, mine, true in zip(("out", "lse"), got, (out, lse)):
+            error = ((mine.double() - true).norm() / true.norm()).item()
+            assert error < 0.01, (name, error, config)
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,11 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
     rows, n = consumers * 64, 128
     mask = left >= 0 or right >= 0 or len_k % n != 0 or x.kv_lens is not None or packed
     options = (0, False, True, left >= 0, right >= 0, mask, x.sinks is not None, x.kv_lens is not None, packed, dim)
-    square = right == 0 and len_k >= len_q and x.kv_lens is None and consumers == 2 and (len_k - len_q) % n == 0
-    square = square and (left < 0 or left >= 2 * n - 1 and left % n == n - 1)
+    square = len_k >= len_q and x.kv_lens is None and consumers == 2 and (len_k - len_q) % n == 0
+    square = square and (right == 0 or right > 0 and left >= 0 and right % n == len_k % n == 0)
+    square = square and (left < 0 or left >= 2 * n - 1 and left % n in (0, n - 1))
     square = square and (not packed or plan.one_packing(x))
+    edges = 2 if square and right > 0 else int(square)
     counted = consumers == 2 and q_stages == 2
     of = tiles.Plan(*options, consumers, 64, n, q_stages, stages, 1, False)
     out, lse = torch.full_like(x.q, math.nan), torch.full((batch * heads * len_q,), math.nan)
@@ -181,10 +183,10 @@ def run(x: Any, o: Any, consumers: int, stages: int, q_stages: int) -> tuple[tor
         results = (Tensor4(hopper.boxed(out)), Address(out.view(-1)), Address(lse), *reversed(strides))
         given = (sinks, lens, order)
         roles = {
-            f"_consumer {c}": (results, given, keys, numbers, rings, sizes, n_tiles, o.scale, c, square, dim, of)
+            f"_consumer {c}": (results, given, keys, numbers, rings, sizes, n_tiles, o.scale, c, edges, dim, of)
             for c in range(consumers)
         }
-        roles["_producer"] = (*boxes, lens, order, Address(taken), numbers, rings, sizes, n_tiles, square, counted, of)
+        roles["_producer"] = (*boxes, lens, order, Address(taken), numbers, rings, sizes, n_tiles, edges, counted, of)
         play(names, roles)
     assert taken.item() == (n_tiles if counted else 0)  # each program asks once more than it gets
     return out, lse.view(heads, len_q) if packed else lse.view(batch, heads, len_q), len(again)
@@ -225,6 +227,10 @@ CASES = (
     ((512, 512), (2, 4, 2), {"causal": True, "window": (255, None)}, 0.0),
     ((200, 584), (2, 2, 1), {"causal": True, "window": (383, None), "sinks": True}, 0.0),
     ((512, 512), (2, 2, 2), {"causal": True, "window": (383, None)}, 100.0),
+    ((512, 512), (2, 4, 2), {"window": (256, 128)}, 0.0),
+    ((384, 640), (2, 2, 2), {"window": (383, 256), "sinks": True}, 0.0),
+    ((640, 640), (2, 2, 1), {"causal": True, "window": (256, None)}, 0.0),
+    ((512, 512), (2, 4, 2), {"window": (255, 128)}, 100.0),
     ((390, 200), (2, 2, 2), {"causal": True}, 0.0),
     ((150, 400), (2, 2, 2), {"kv_lens": [330, 0]}, 0.0),
     ((300, 400), (3, 2, 1), {"kv_lens": [301, 400], "causal": True}, 100.0),

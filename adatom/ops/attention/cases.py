@@ -303,6 +303,8 @@ GPU: tuple[Case, ...] = (
     Case("long window 127 and 63", 2, 8, 8, 1100, 1100, 64, 64, BF16, window=(127, 63), kv_lens=True),
     Case("long window 128", 2, 8, 4, 1536, 1536, 128, 128, BF16, causal=True, window=(511, None), layout="bshd"),
     Case("long window both 128", 2, 8, 8, 1300, 1500, 128, 128, BF16, window=(512, 100), sinks=True),
+    Case("long window of whole blocks 64", 2, 8, 4, 1536, 1536, 64, 64, BF16, window=(512, 256)),
+    Case("long window of whole blocks 128", 2, 8, 8, 1280, 1408, 128, 128, BF16, window=(511, 128), sinks=True),
     Case("long window to the left", 2, 8, 2, 1200, 1100, 48, 64, BF16, window=(200, None), sinks=True),
     Case("long window, rising scores", 2, 8, 8, 1400, 1400, 64, 64, BF16, window=(700, 100), magnitude=30.0),
     # so many heads to one of keys that the Hopper backward splits them
@@ -318,6 +320,13 @@ GPU: tuple[Case, ...] = (
     Case("counted packed tiles 64", 24, 8, 2, 1000, 1000, 64, 64, BF16, varlen=True, causal=True, sinks=True),
     Case("counted packed tiles, rising", 9, 8, 4, 1500, 1500, 96, 80, BF16, varlen=True, causal=True, magnitude=30.0),
     Case("counted packed tiles, more keys", 24, 8, 8, 900, 1000, 128, 128, BF16, varlen=True, causal=True),
+    # columns in two halves, without maxima; and scores for which that will not do
+    Case("halves 192 causal", 20, 8, 4, 1024, 1152, 192, 192, BF16, causal=True, sinks=True),
+    Case("halves 256 causal", 20, 4, 4, 1100, 1228, 256, 200, BF16, causal=True),
+    Case("halves 96 causal", 20, 8, 8, 1024, 1024, 96, 80, BF16, causal=True, layout="bshd"),
+    Case("halves 192, rising scores", 3, 8, 2, 900, 1100, 192, 128, BF16, magnitude=30.0),
+    Case("halves 256, rising scores", 3, 4, 2, 1024, 1024, 256, 256, BF16, causal=True, magnitude=30.0),
+    Case("halves 72, rising scores", 3, 8, 8, 1100, 1300, 72, 64, BF16, magnitude=30.0),
     Case("many 256", 50, 4, 2, 300, 200, 256, 256, BF16, causal=True),
     Case("many 192 and 128", 40, 4, 4, 257, 300, 192, 128, BF16),
     *(

@@ -11,17 +11,32 @@ to 2^64; a program of which one does not stay below, or whose out is not finite,
 ordinary way.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 
-from adatom.ops.attention.hopper_fwd_plan import balance
+from adatom.ops.attention.hopper_deep_fast import _deep_fast_kernel
+from adatom.ops.attention.hopper_deep_tiles import (
+    FLAG,
+    ROWS,
+    TURN,
+    begin_out,
+    begin_scores,
+    feed,
+    feed_queries,
+    first_columns,
+    free_queries,
+    make_plan,
+    masked_block,
+    ordinary_step,
+    store_columns,
+    unsure,
+)
+from adatom.ops.attention.hopper_fwd_plan import balance, counted, square
 from adatom.ops.attention.hopper_fwd_tiles import (
     blocks_of,
     count_tiles,
-    masked_scores,
     nothing_seen,
     softmax_step,
     tile_of,
@@ -32,18 +47,15 @@ from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
     LN2,
-    LOG2E,
     Launch,
-    as_box,
+    as_matrix,
     boxed,
     clear_rows,
     fence_async_shared,
     gl,
     gluon,
-    keys_shared,
     let_next,
     make_barriers,
-    mbarrier,
     named_arrive,
     named_sync,
     release,
@@ -52,111 +64,12 @@ from adatom.tiles.hopper import (
     tile_number,
     tiles_of_program,
     tma,
-    wait_empty,
     wait_for_previous,
     wait_full,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-LO = gl.constexpr(128)  # columns of the first half
-PIECE = gl.constexpr(64)  # columns that TMA copies at a time
-ROWS = gl.constexpr(64)  # queries of a consumer
-TURN = gl.constexpr(8)  # named barrier of the first consumer's turn
-ALL = gl.constexpr(10)  # named barrier of the consumers and the producer
-MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-FLAG = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-MOST = gl.constexpr(2.0**64)  # sums of probabilities above it are not trusted
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the kernel is compiled for. The first fields are those of hopper_fwd_tiles.py."""
-
-    BIAS: int
-    SOFTCAP: bool
-    FOLD: bool  # scale > 0
-    LEFT: bool  # windows
-    RIGHT: bool
-    MASK: bool  # some blocks of keys are masked
-    SINKS: bool
-    LENS: bool
-    VARLEN: bool
-    HEAD_DIM_V: int
-    CONSUMERS: int
-    BLOCK_M: int
-    BLOCK_N: int
-    HQ: int  # columns of the second half of queries and keys
-    HV: int  # of values, at most HQ; 0: there is none
-    Q_SLOTS: int  # tiles of queries of one consumer
-    LO_SLOTS: int  # tiles of keys and values: first halves
-    HI_SLOTS: int  # second halves; at most as many
-    SURE: bool
-
-
-@gluon.constexpr_function
-def _plan(*fields):
-    return Plan(*fields)
-
-
-@gluon.jit
-def _copy(desc, b, h, row, column, full, tile, H: gl.constexpr):
-    """Begin to copy columns column.. of rows row.. to the first H columns of a tile."""
-    SHAPE: gl.constexpr = [tile.shape[1] // PIECE, tile.shape[0], PIECE]
-    pieces = tile.reinterpret(desc.dtype, SHAPE, MATRIX)
-    for c in gl.static_range(H // PIECE):
-        tma.async_load(desc, [b, h, row, column + c * PIECE], full, as_box(desc, pieces.index(c)))
-
-
-@gluon.jit
-def _store(desc, b, h, row, column, tile, H: gl.constexpr):
-    """Begin to copy the first H columns of a tile to columns column.. of rows row.."""
-    SHAPE: gl.constexpr = [tile.shape[1] // PIECE, tile.shape[0], PIECE]
-    pieces = tile.reinterpret(desc.dtype, SHAPE, MATRIX)
-    for c in gl.static_range(H // PIECE):
-        tma.async_store(desc, [b, h, row, column + c * PIECE], as_box(desc, pieces.index(c)))
-
-
-@gluon.jit
-def _columns(tile, H: gl.constexpr):
-    """The first H columns of a tile: all of them, or 64."""
-    if tile.shape[1] == H:
-        return tile
-    else:
-        SHAPE: gl.constexpr = [tile.shape[1] // PIECE, tile.shape[0], PIECE]
-        return tile.reinterpret(tile.dtype, SHAPE, MATRIX).index(0)
-
-
 # -- producer ----------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _feed_queries(Q, b, h, row, u, tiles, bars, PLAN: gl.constexpr):
-    """Load use u of the slots of queries."""
-    q_lo, q_hi, lo_s, hi_s, flags = tiles
-    q_full, q_empty, full, empty = bars
-    i = slot(u, PLAN.Q_SLOTS)
-    wait_empty(q_empty, u, PLAN.Q_SLOTS)
-    mbarrier.expect(q_full.index(i), ROWS * (LO + PLAN.HQ) * 2)
-    _copy(Q, b, h, row, 0, q_full.index(i), q_lo.index(i), LO)
-    _copy(Q, b, h, row, LO, q_full.index(i), q_hi.index(i), PLAN.HQ)
-
-
-@gluon.jit
-def _feed(X, b, h, row, t, tiles, bars, H: gl.constexpr, PLAN: gl.constexpr):
-    """Load use t of the ring of keys and values."""
-    q_lo, q_hi, lo_s, hi_s, flags = tiles
-    q_full, q_empty, full, empty = bars
-    LO_SLOTS: gl.constexpr = PLAN.LO_SLOTS
-    HI_SLOTS: gl.constexpr = PLAN.HI_SLOTS
-    i = slot(t, LO_SLOTS)
-    wait_empty(empty, t, LO_SLOTS)
-    mbarrier.expect(full.index(i), PLAN.BLOCK_N * (LO + H) * 2)
-    _copy(X, b, h, row, 0, full.index(i), lo_s.index(i), LO)
-    if H > 0:
-        if HI_SLOTS < LO_SLOTS:  # where a second half lay before
-            wait_empty(empty, t + (LO_SLOTS - HI_SLOTS), LO_SLOTS)
-        _copy(X, b, h, row, LO, full.index(i), hi_s.index(slot(t, HI_SLOTS)), H)
 
 
 @gluon.jit
@@ -171,129 +84,34 @@ def _producer(Q, K, V, Lens, Order, tiles, bars, sizes, n_tiles, PLAN: gl.conste
         count = tiles_of_program(n_tiles)
         if PLAN.SURE:
             if again > 0:
-                count = count * _unsure(tiles, 1)
+                count = count * unsure(tiles, 1)
         for turn in range(count):
             b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
             begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
             hk = h // (heads // kv_heads)
             n0 = start_k + begin + (blocks - 1) * BLOCK_N
             if PLAN.Q_SLOTS > 2:
-                _feed_queries(Q, b, h, start_q + m0, u, tiles, bars, PLAN)
-                _feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
+                feed_queries(Q, b, h, start_q + m0, u, tiles, bars, PLAN)
+                feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
             else:
-                _feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
-                _feed_queries(Q, b, h, start_q + m0, u, tiles, bars, PLAN)
-            _feed_queries(Q, b, h, start_q + m0 + ROWS, u + 1, tiles, bars, PLAN)
+                feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
+                feed_queries(Q, b, h, start_q + m0, u, tiles, bars, PLAN)
+            feed_queries(Q, b, h, start_q + m0 + ROWS, u + 1, tiles, bars, PLAN)
             u += 2
             t += 1
             for _ in range(blocks - 1):
                 n0 -= BLOCK_N
-                _feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
-                _feed(V, b, hk, n0 + BLOCK_N, t + 1, tiles, bars, PLAN.HV, PLAN)
+                feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
+                feed(V, b, hk, n0 + BLOCK_N, t + 1, tiles, bars, PLAN.HV, PLAN)
                 t += 2
-            _feed(V, b, hk, n0, t, tiles, bars, PLAN.HV, PLAN)
+            feed(V, b, hk, n0, t, tiles, bars, PLAN.HV, PLAN)
             t += 1
-
-
-@gluon.jit
-def _unsure(tiles, WARPS: gl.constexpr):
-    """1 if some consumer wants all tiles done again. All warps meet here."""
-    q_lo, q_hi, lo_s, hi_s, flags = tiles
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    gl.barrier()
-    named_sync(ALL, 288)
-    gl.barrier()
-    return gl.max(gl.maximum(flags.index(0).load(LAYOUT), flags.index(1).load(LAYOUT)), 0)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _begin_scores(u, t, tiles, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin s = q k^T of use u of the queries and use t of the ring."""
-    q_lo, q_hi, lo_s, hi_s, flags = tiles
-    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
-    i = slot(u, PLAN.Q_SLOTS)
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
-    k = lo_s.index(slot(t, PLAN.LO_SLOTS)).permute((1, 0))
-    s = warpgroup_mma(q_lo.index(i), k, s, use_acc=False, is_async=True)
-    k = hi_s.index(slot(t, PLAN.HI_SLOTS)).permute((1, 0))
-    return warpgroup_mma(q_hi.index(i), k, s, is_async=True)
-
-
-@gluon.jit
-def _begin_out(p, lo, hi, t, tiles, PLAN: gl.constexpr):
-    """Begin out += p v of use t of the ring."""
-    q_lo, q_hi, lo_s, hi_s, flags = tiles
-    LEFT_LO: gl.constexpr = gl.DotOperandLayout(0, lo.type.layout, 2)
-    LEFT_HI: gl.constexpr = gl.DotOperandLayout(0, hi.type.layout, 2)
-    v = lo_s.index(slot(t, PLAN.LO_SLOTS))
-    lo = warpgroup_mma(gl.convert_layout(p, LEFT_LO, assert_trivial=True), v, lo, is_async=True)
-    if PLAN.HV > 0:
-        v = _columns(hi_s.index(slot(t, PLAN.HI_SLOTS)), PLAN.HV)
-        hi = warpgroup_mma(gl.convert_layout(p, LEFT_HI, assert_trivial=True), v, hi, is_async=True)
-    return lo, hi
-
-
-@gluon.jit
-def _masked(s, first, n0, len_q, len_k, limits, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores s of queries first.. and keys n0.., without the scale if FOLD."""
-    left, right, scale = limits
-    i = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
-    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    begin, end = keys_shared(first, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, ROWS)
-    cut = (n0 < begin) | (n0 + BLOCK_N > end)
-    return masked_scores(s, 0.0, first + i, n0 + j, cut, len_q, len_k, left, right, scale, 0.0, PLAN)
-
-
-@gluon.jit
-def _step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, SURE: gl.constexpr, C: gl.constexpr,
-          PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """out += p v of the block before (use t + 1 of the ring), and p of the block of keys n0.. (use t).
-
-    SURE: m is what scores refer to and stays as it is, and so does what was added up."""
-    q_full, q_empty, full, empty = bars
-    GROUPS: gl.constexpr = 2 if PLAN.HV > 0 else 1
-    LO_SLOTS: gl.constexpr = PLAN.LO_SLOTS
-    left, right, scale = limits
-    wait_full(full, t, LO_SLOTS)
-    named_sync(TURN + C, 256)
-    s = _begin_scores(u, t, tiles, PLAN, LAYOUT)
-    wait_full(full, t + 1, LO_SLOTS)
-    lo, hi = _begin_out(p, lo, hi, t + 1, tiles, PLAN)
-    named_arrive(TURN + (C + 1) % 2, 256)
-    s = warpgroup_mma_wait(GROUPS, deps=(s,))
-    release(empty, t, LO_SLOTS)
-    wait_full(full, t + 1, LO_SLOTS)  # a branch, or ptxas releases the keys among the exponentials
-    s = _masked(s, first, n0, len_q, len_k, limits, PLAN, LAYOUT)
-    if SURE:
-        pf = gl.exp2(s * (scale * LOG2E) - m[:, None])
-        l = l + gl.sum(pf, 1)
-    else:
-        pf, alpha, m, l = softmax_step(s, m, l, scale, PLAN)
-    # ptxas moves the wait for products above the softmax, unless another wait, a branch, comes before it
-    wait_full(full, t + 1, LO_SLOTS)
-    if PLAN.HV > 0:
-        lo, hi, pf = warpgroup_mma_wait(0, deps=(lo, hi, pf))
-    else:
-        lo, pf = warpgroup_mma_wait(0, deps=(lo, pf))
-    release(empty, t + 1, LO_SLOTS)
-    if not SURE:
-        lo = lo * gl.convert_layout(alpha, gl.SliceLayout(1, lo.type.layout))[:, None]
-        if PLAN.HV > 0:
-            hi = hi * gl.convert_layout(alpha, gl.SliceLayout(1, hi.type.layout))[:, None]
-    return pf.to(p.dtype), lo, hi, m, l
-
-
-@gluon.jit
-def _free_queries(u, bars, PLAN: gl.constexpr):
-    """Let queries come to the slot of use u: what this consumer stored from there has been read."""
-    q_full, q_empty, full, empty = bars
-    tma.store_wait(0)
-    gl.barrier()
-    release(q_empty, u, PLAN.Q_SLOTS)
+MOST = gl.constexpr(2.0**64)  # sums of probabilities above it are not trusted
 
 
 @gluon.jit
@@ -310,7 +128,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
     limits = (left, right, scale)
     n_tiles = count_tiles(Order, n_tiles, sizes, PLAN)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16])
+    LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.LO, 16])
     HI_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     FROM_SECOND: gl.constexpr = PLAN.RIGHT and C == 0 and BLOCK_N == 64
@@ -325,7 +143,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
         if PLAN.SURE:
             if again > 0:
                 flags.index(C).store(gl.convert_layout(bad, gl.BlockedLayout([1], [32], [4], [0])))
-                count = count * _unsure(tiles, 4)
+                count = count * unsure(tiles, 4)
         for turn in range(count):
             if FROM_SECOND:
                 b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
@@ -342,29 +160,29 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                     blocks -= 1
                     if PLAN.Q_SLOTS > 2:  # the second block comes after the other consumer's queries
                         if u >= 2:
-                            _free_queries(u - 2, bars, PLAN)
+                            free_queries(u - 2, bars, PLAN)
             wait_full(q_full, u, PLAN.Q_SLOTS)
             wait_full(full, t, LO_SLOTS)
             named_sync(TURN + C, 256)
-            s = _begin_scores(u, t, tiles, PLAN, S_LAYOUT)
+            s = begin_scores(u, t, tiles, PLAN.BLOCK_N, PLAN, S_LAYOUT)
             named_arrive(TURN + (C + 1) % 2, 256)
             if PLAN.Q_SLOTS > 2:
                 free = u >= 2
                 if FROM_SECOND:
                     free = free & (hidden == 0)
                 if free:
-                    _free_queries(u - 2, bars, PLAN)
+                    free_queries(u - 2, bars, PLAN)
             if not FROM_SECOND:
                 b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile_number(turn), Order, Lens, sizes, PLAN)
                 begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
                 n0 = begin + (blocks - 1) * BLOCK_N
             first = m0 + C * ROWS
             m, l = nothing_seen(Sinks, h, OF_ROWS, PLAN)
-            lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
+            lo = gl.zeros([ROWS, PLAN.LO], gl.float32, LO_LAYOUT)
             hi = gl.zeros([ROWS, HV], gl.float32, HI_LAYOUT)
             s = warpgroup_mma_wait(0, deps=(s,))
             release(empty, t, LO_SLOTS)
-            s = _masked(s, first, n0, len_q, len_k, limits, PLAN, S_LAYOUT)
+            s = masked_block(s, first, n0, len_q, len_k, limits, PLAN, S_LAYOUT)
             pf, alpha, m, l = softmax_step(s, m, l, scale, PLAN)
             p = pf.to(q_lo.dtype)
             t += 1
@@ -379,7 +197,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                     wait_full(full, v, LO_SLOTS)
                     clear_rows(lo_s.index(slot(v, LO_SLOTS)), len_k - n0)
                     if PLAN.HV > 0:
-                        clear_rows(_columns(hi_s.index(slot(v, PLAN.HI_SLOTS)), PLAN.HV), len_k - n0)
+                        clear_rows(first_columns(hi_s.index(slot(v, PLAN.HI_SLOTS)), PLAN.HV), len_k - n0)
                     gl.barrier()
 
             ordinary = blocks - 1
@@ -391,19 +209,19 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                         ordinary = gl.minimum(gl.maximum(n0 - end + BLOCK_N, 0) // BLOCK_N, blocks - 1)
             for _ in range(ordinary):
                 n0 -= BLOCK_N
-                p, lo, hi, m, l = _step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, False, C,
-                                        PLAN, S_LAYOUT)
+                p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars,
+                                                False, C, PLAN, S_LAYOUT)
                 t += 2
             if PLAN.SURE:
                 m = gl.where(m == float("-inf"), 0.0, m)
                 for _ in range(blocks - 1 - ordinary):
                     n0 -= BLOCK_N
-                    p, lo, hi, m, l = _step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, True,
-                                            C, PLAN, S_LAYOUT)
+                    p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles,
+                                                    bars, True, C, PLAN, S_LAYOUT)
                     t += 2
 
             wait_full(full, t, LO_SLOTS)
-            lo, hi = _begin_out(p, lo, hi, t, tiles, PLAN)
+            lo, hi = begin_out(p, lo, hi, t, tiles, PLAN)
             seen = l > 0.0
             total = gl.where(seen, l, 1.0)
             lse = gl.where(seen, m * (LN2 if PLAN.FOLD else 1.0) + gl.log2(total) * LN2, float("-inf"))
@@ -425,7 +243,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                     rest += gl.convert_layout(gl.sum(hi * 0.0, 1), OF_ROWS)
                 bad |= gl.where((total < MOST) & (rest == 0.0), 0, 1)
             o_lo = q_lo.index(slot(u, PLAN.Q_SLOTS))
-            o_hi = _columns(q_hi.index(slot(u, PLAN.Q_SLOTS)), HV)
+            o_hi = first_columns(q_hi.index(slot(u, PLAN.Q_SLOTS)), HV)
             o_lo.store(lo.to(q_lo.dtype))
             if PLAN.HV > 0:
                 o_hi.store(hi.to(q_lo.dtype))
@@ -433,15 +251,15 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                 X = OutPtr + h.to(gl.int64) * stride_oh
                 store_rows(X, o_lo, start_q + first, len_q - first, stride_om, min(PLAN.HEAD_DIM_V, 128))
                 if PLAN.HV > 0:
-                    store_rows(X + LO, o_hi, start_q + first, len_q - first, stride_om, PLAN.HEAD_DIM_V - LO)
+                    store_rows(X + PLAN.LO, o_hi, start_q + first, len_q - first, stride_om, PLAN.HEAD_DIM_V - PLAN.LO)
                 fence_async_shared()
             else:
                 fence_async_shared()
-                _store(Out, b, h, first, 0, o_lo, LO)
+                store_columns(Out, b, h, first, 0, o_lo, PLAN.LO)
                 if PLAN.HV > 0:
-                    _store(Out, b, h, first, LO, o_hi, PLAN.HV)
+                    store_columns(Out, b, h, first, PLAN.LO, o_hi, PLAN.HV)
             if PLAN.Q_SLOTS == 2:
-                _free_queries(u, bars, PLAN)
+                free_queries(u, bars, PLAN)
             u += 2
     tma.store_wait(0)
 
@@ -454,12 +272,13 @@ def _deep_fwd_kernel(Q, K, V, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, s
                      HQ: gl.constexpr, HV: gl.constexpr, Q_SLOTS: gl.constexpr, LO_SLOTS: gl.constexpr,
                      HI_SLOTS: gl.constexpr, SURE: gl.constexpr, REGISTERS: gl.constexpr):
     """Tensors come as descriptors: tiles of 64 columns, of 64 rows of Q and Out, of BLOCK_N of K and V."""
-    PLAN: gl.constexpr = _plan(0, False, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, 2, 64, BLOCK_N, HQ,
-                               HV, Q_SLOTS, LO_SLOTS, HI_SLOTS, SURE)
-    q_lo = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, LO], MATRIX)
-    q_hi = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, HQ], MATRIX)
-    lo_s = gl.allocate_shared_memory(Q.dtype, [LO_SLOTS, BLOCK_N, LO], MATRIX)
-    hi_s = gl.allocate_shared_memory(Q.dtype, [HI_SLOTS, BLOCK_N, HQ], MATRIX)
+    PLAN: gl.constexpr = make_plan(0, False, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, 2, 64, BLOCK_N,
+                                   128, HQ, HV, Q_SLOTS, LO_SLOTS, HI_SLOTS, SURE)
+    LAYOUT: gl.constexpr = as_matrix(Q.layout)
+    q_lo = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, PLAN.LO], LAYOUT)
+    q_hi = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, HQ], LAYOUT)
+    lo_s = gl.allocate_shared_memory(Q.dtype, [LO_SLOTS, BLOCK_N, PLAN.LO], LAYOUT)
+    hi_s = gl.allocate_shared_memory(Q.dtype, [HI_SLOTS, BLOCK_N, HQ], LAYOUT)
     flags = gl.allocate_shared_memory(gl.int32, [2, ROWS], FLAG)
     q_full = make_barriers(Q_SLOTS, 1)
     q_empty = make_barriers(Q_SLOTS, 1)
@@ -476,7 +295,7 @@ def _deep_fwd_kernel(Q, K, V, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, s
     gl.warp_specialize([
         (_consumer, (results, given, tiles, bars, sizes, n_tiles, scale, 0, PLAN)),
         (_consumer, (results, given, tiles, bars, sizes, n_tiles, scale, 1, PLAN)),
-        (_producer, (Q, K, V, Lens, Order, tiles, bars, sizes, n_tiles, PLAN)),
+        (_producer, ((Q, Q), (K, K), (V, V), Lens, Order, tiles, bars, sizes, n_tiles, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -521,6 +340,10 @@ def pick(call: Call) -> Config:
     return table[max(n for n in table if n <= length)]
 
 
+# columns of the widest of q, k and v -> tile of the kernel without maxima, which serves from 1024 keys on
+FAST = {96: Config(128, 4, 4, 4, True), 192: _192, 256: _256}
+
+
 class Launches(NamedTuple):
     """The launches of one forward: what follows from shapes and options."""
 
@@ -529,8 +352,68 @@ class Launches(NamedTuple):
     lines: int  # numbers of that table
 
 
-def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
+def without_maxima(call: Call) -> Config | None:
+    """The configuration of the kernel without maxima, where that serves."""
+    plain = call.x.q.dtype == torch.bfloat16 and call.o.scale > 0 and not call.generic
+    plain = plain and not call.varlen and call.x.kv_lens is None and call.left < 0
+    plain = plain and call.len_k >= 1024 and (call.right < 0 or square(call))
+    if not plain or call.head_dim <= 64 or 96 < max(call.head_dim, call.head_dim_v) <= 128:
+        return None
+    return FAST[next(d for d in FAST if max(call.head_dim, call.head_dim_v) <= d)]
+
+
+class Fast(NamedTuple):
+    """The launch of the kernel without maxima."""
+
+    main: Launch
+    tiles: int
+
+    def __call__(self, x: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        taken = torch.zeros(1 + self.tiles, dtype=torch.int32, device=lse.device)
+        given = boxed(x.q), boxed(x.k), boxed(x.v), boxed(out)
+        self.main(*given, *given, x.sinks, taken, lse)
+
+
+def fast_launch(call: Call, config: Config) -> Fast:
+    """The launch of the kernel without maxima, for a call that it serves."""
+    takes = counted(config, call)
+    group = balance(config, call)[1]
+    low = 128 if call.head_dim > 128 else 64
+    n_tiles = call.programs(call.len_q, 128)
+    meta = dict(
+        RIGHT=call.right >= 0,
+        MASK=call.right >= 0 or not call.even(call.len_k, config.block_n),
+        SINKS=call.x.sinks is not None,
+        SQUARE=call.right >= 0,
+        COUNTED=takes,
+        HOLD=False,
+        EARLY=True,
+        BLOCK_N=config.block_n,
+        LO=low,
+        HQ=next(h for h in (low // 2, low) if call.head_dim <= low + h),
+        HV=next(h for h in (0, low // 2, low) if call.head_dim_v <= low + h),
+        Q_SLOTS=config.q_slots,
+        LO_SLOTS=config.lo_slots,
+        HI_SLOTS=config.hi_slots,
+        REGISTERS=config.registers,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    rows = {"Q": 64, "K": config.block_n, "V": config.block_n, "Out": 64}
+    blocks = {name: (n, 64) for name, n in rows.items()}
+    if low == 64:
+        blocks |= {name + "Hi": (n, meta["HQ"]) for name, n in rows.items()}
+    heads, kv_heads, _, n_heads, _, len_q, len_k, *_ = call.counts()
+    sizes = (heads, kv_heads, n_heads, group, len_q, len_k, call.right, n_tiles, call.scale)
+    programs = min(n_tiles, call.device.sms)
+    return Fast(Launch(_deep_fast_kernel, programs, sizes, meta, config.spill, blocks), n_tiles)
+
+
+def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | Fast:
     call = Call(x, o)
+    without = without_maxima(call)
+    if without is not None:
+        return fast_launch(call, without)
     config, group = balance(pick(call), call)
     rows = config.consumers * config.block_m
     n_tiles = call.programs(call.len_q, rows)
@@ -569,6 +452,9 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     plan = remembered(x, "deep_fwd", lambda: _launches(x, o, out))
+    if isinstance(plan, Fast):
+        plan(x, out, lse)
+        return out, lse
     order = None
     if plan.table is not None:
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from adatom.ops.attention import hopper_deep_fwd
 from adatom.ops.attention.hopper_fwd_fast import _fast_kernel
 from adatom.ops.attention.hopper_fwd_plan import (
     balance,
@@ -239,8 +240,11 @@ class Launches(NamedTuple):
     counted: bool  # its programs take tiles from a counter of their own
 
 
-def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
+def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | hopper_deep_fwd.Fast:
     call = Call(x, o)
+    split = hopper_deep_fwd.without_maxima(call) if call.head_dim <= 96 else None
+    if split is not None:
+        return hopper_deep_fwd.fast_launch(call, split)
     dims = call.meta["BLOCK_D"], call.meta["BLOCK_DV"]
     without = without_maxima(call, dims)
     fast = without is not None
@@ -285,8 +289,8 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches:
     if config.each > 1:
         meta["maxnreg"] = _REGISTERS // (config.each * 128 * (config.consumers + 1)) // 8 * 8
     if fast:
-        diagonal = square(call) and rows == config.block_n == 128 and config.persistent
-        meta |= dict(SQUARE=diagonal, COUNTED=takes, HEAD_DIM=call.head_dim)
+        fits = square(call) and rows == config.block_n == 128 and config.persistent
+        meta |= dict(SQUARE=fits * (2 if call.right > 0 else 1), COUNTED=takes, HEAD_DIM=call.head_dim)
         scalars = (*call.strides(out)[1:], *call.strides(x.k), *call.strides(x.v), *sizes)
         main = Launch(_fast_kernel, programs, scalars, meta, config.spill, blocks)
     else:
@@ -312,6 +316,9 @@ def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; the contract is in docs/design.md."""
     out, lse = empty_out(x.q, x.v), empty_lse(x.q)
     plan = remembered(x, "fwd, one packing" if one_packing(x) else "fwd", lambda: _launches(x, o, out))
+    if isinstance(plan, hopper_deep_fwd.Fast):
+        plan(x, out, lse)
+        return out, lse
     bias, order = x.bias, None
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)

@@ -8,7 +8,8 @@ maxima, from memory.
 
 SQUARE: under a causal mask whose diagonal ends where tiles end, only a tile's first block of keys is cut, and of that
 the first consumer sees half. So it is in packed sequences whose queries and keys are the same tokens: what follows a
-sequence lies beyond the diagonal. The producer says which tile is next: where tiles are many, one that no program took.
+sequence lies beyond the diagonal. If 2, the right edge of a window cuts that block, whole blocks ahead of the diagonal,
+unless the keys end before. The producer says which tile is next: where tiles are many, one that no program took.
 """
 
 from adatom.ops.attention.hopper_fwd_tiles import (
@@ -234,13 +235,13 @@ def _softmax(s, acc, l, reference, n, rings, unit, PIN: gl.constexpr, PLAN: gl.c
 
 
 @gluon.jit
-def _window_edge(s, acc, l, reference, n, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
-                 P_LAYOUT: gl.constexpr):
-    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first. LAYOUT: of s, which may
-    be of the block's second half alone; p is of all of it."""
+def _window_edge(s, acc, l, reference, n, shift, rings, unit, PLAN: gl.constexpr, LAYOUT: gl.constexpr,
+                 S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """(acc, l, p) of the last block, which the left edge cuts as the diagonal cuts the first: of it, query i sees the
+    keys from i + shift on. LAYOUT: of s, which may be of the block's second half alone; p is of all of it."""
     i = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
-    s = gl.where(j[None, :] > i[:, None], s, float("-inf"))
+    s = gl.where(j[None, :] >= i[:, None] + shift, s, float("-inf"))
     p = _exponentials(s, gl.convert_layout(reference, gl.SliceLayout(1, LAYOUT)), unit)
     l += gl.convert_layout(_in_lanes(p), l.type.layout, assert_trivial=True)
     _pin(l)
@@ -397,6 +398,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
+    AHEAD: gl.constexpr = SQUARE == 2
     HOLD: gl.constexpr = COLUMNS <= 64 and not PLAN.LEFT
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -412,7 +414,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
         q = own_queries(turn, C, PLAN)
         wait_full(k_full, n, STAGES)
         named_sync(TURN + C, 256)
-        if SQUARE and C == 0:
+        if SQUARE and C == 0 and not AHEAD:
             s = _multiply_half(turn, n, rings, C, PLAN)
         else:
             s = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
@@ -433,14 +435,21 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
         if SQUARE:
             s = warpgroup_mma_wait(0, deps=(s,))
             release(k_empty, n, STAGES)
-            p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
+            if AHEAD:
+                j = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+                s = gl.where(j[None, :] <= (m0 + i + (len_k - len_q + right))[:, None], s, float("-inf"))
+                reference = gl.max(s, 1) * unit
+                p = _exponentials(s, reference, unit)
+                l = _in_lanes(p)
+            else:
+                p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
             n += 1
             edge = n * 0  # whether the last block is cut, too
             if PLAN.LEFT:
-                edge = gl.where(m0 + len_k - len_q > left, 1, 0)
+                edge = gl.where(m0 + (BLOCK_N - 1) + len_k - len_q > left, 1, 0)
             rest = blocks - 1 - edge
             # ptxas may leave out what describes an operand to one of two branches that both multiply by it: no "else"
-            if C == 0:  # half a block, then whole ones
+            if C == 0 and not AHEAD:  # half a block, then whole ones
                 half = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
                 p = _side_by_side(p, gl.zeros_like(p), S_LAYOUT)
                 p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
@@ -463,7 +472,9 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                     EDGE: gl.constexpr = S_LAYOUT if C == 0 else H_LAYOUT
                     v = v_s.index(slot(n - 1, STAGES))
                     scores, acc = _multiply_both(p, v, acc, turn, n, rings, C == 1, False, C, PLAN, S_LAYOUT)
-                    acc, l, p = _window_edge(scores, acc, l, reference, n, rings, unit, PLAN, EDGE, S_LAYOUT, P_LAYOUT)
+                    shift = left & 1  # it lies at a multiple of 128, or at one less
+                    acc, l, p = _window_edge(scores, acc, l, reference, n, shift, rings, unit, PLAN, EDGE, S_LAYOUT,
+                                             P_LAYOUT)
                     n += 1
         else:
             s = _scores(s, n, first, n0, bounds, rings, PLAN, S_LAYOUT)

@@ -104,9 +104,11 @@ def one_packing(x: Inputs) -> bool:
 
 def square(call: Call) -> bool:
     """Whether the edges of a causal mask, and of a window, are known to lie where tiles of 128 queries end."""
-    known = call.right == 0 and call.x.kv_lens is None and (not call.varlen or one_packing(call.x))
+    known = call.right >= 0 and call.x.kv_lens is None and (not call.varlen or one_packing(call.x))
     known = known and call.len_k >= call.len_q and (call.len_k - call.len_q) % 128 == 0
-    return known and (call.left < 0 or call.left >= 255 and (call.left + 1) % 128 == 0)
+    if call.right > 0:  # a window ahead of the diagonal, too
+        known = known and call.left >= 0 and call.right % 128 == 0 and call.len_k % 128 == 0
+    return known and (call.left < 0 or call.left >= 255 and call.left % 128 in (0, 127))
 
 
 def pick(call: Call, dims: tuple[int, int]) -> Config:

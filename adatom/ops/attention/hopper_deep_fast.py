@@ -1,0 +1,381 @@
+"""Attention forward on Hopper without maxima (Gluon), of columns that come in two halves: head_dim 72 to 96 and 136 to
+256, for bfloat16.
+
+The rings, the producer's copies and the order of products are those of `hopper_deep_fwd`, the softmax, relative to a
+maximum over the first keys that a row sees, and the counter of tiles those of `hopper_fwd_fast`. Lengths are of whole
+batches, and the only mask is the causal one where its diagonal ends with tiles (SQUARE).
+
+A program remembers its tiles: each has, in memory, the number of the one before. If some sum shows that a reference was
+too low, the program does them all once more, from the last to the first, in the ordinary way.
+"""
+
+from adatom.ops.attention.hopper_deep_tiles import (
+    FLAG,
+    ROWS,
+    TURN,
+    begin_out,
+    begin_scores,
+    feed,
+    feed_queries,
+    free_queries,
+    make_plan,
+    masked_block,
+    ordinary_step,
+    store_columns,
+    unsure,
+)
+from adatom.ops.attention.hopper_fwd_fast import (
+    HIGH,
+    LOW,
+    SAFE,
+    _diagonal,
+    _exponentials,
+    _finite,
+    _in_lanes,
+    _side_by_side,
+)
+from adatom.ops.attention.hopper_fwd_tiles import blocks_of, nothing_seen, softmax_step, tile_of
+from adatom.tiles.hopper import (
+    LN2,
+    LOG2E,
+    as_matrix,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    make_barriers,
+    mbarrier,
+    named_arrive,
+    named_sync,
+    release,
+    slot,
+    tile_number,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma_wait,
+)
+
+# -- producer ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _tell(tile, u, numbers, bars, PLAN: gl.constexpr):
+    """Say which tile the queries of use u are of, as soon as there is room for them."""
+    q_full, q_empty, full, empty = bars
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    wait_empty(q_empty, u, PLAN.Q_SLOTS)
+    numbers.index(slot(u, PLAN.Q_SLOTS)).store(gl.full([1], tile, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN: gl.constexpr):
+    """Load all that a tile needs; the next use of the ring of keys and values."""
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile, None, None, sizes, PLAN)
+    begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+    hk = h // (heads // kv_heads)
+    n0 = begin + (blocks - 1) * BLOCK_N
+    _tell(tile, u, numbers, bars, PLAN)
+    feed_queries(Q, b, h, m0, u, tiles, bars, PLAN)
+    feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
+    t += 1
+    _tell(tile, u + 1, numbers, bars, PLAN)
+    feed_queries(Q, b, h, m0 + ROWS, u + 1, tiles, bars, PLAN)
+    for _ in range(blocks - 1):
+        n0 -= BLOCK_N
+        feed(K, b, hk, n0, t, tiles, bars, PLAN.HQ, PLAN)
+        feed(V, b, hk, n0 + BLOCK_N, t + 1, tiles, bars, PLAN.HV, PLAN)
+        t += 2
+    feed(V, b, hk, n0, t, tiles, bars, PLAN.HV, PLAN)
+    return t + 1
+
+
+@gluon.jit
+def _producer(Q, K, V, Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED: gl.constexpr, PLAN: gl.constexpr):
+    """Keeps the rings full, and says which tile is next. COUNTED: one that no program took yet; the first number of
+    `Taken` counts those that were, beyond each program's first. The others: which tile its program did before it."""
+    q_full, q_empty, full, empty = bars
+    u = 0  # tiles of queries begun
+    t = 0  # uses of the ring of keys and values
+    turn = 0
+    tile = gl.program_id(0)
+    before = tile * 0 - 1
+    while tile < n_tiles:
+        turn += 1
+        following = tile_number(turn)
+        if COUNTED:
+            following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+        gl.store(Taken + 1 + tile, before)
+        t = _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN)
+        u += 2
+        before = tile
+        tile = following
+    for c in gl.static_range(2):
+        _tell(n_tiles, u + c, numbers, bars, PLAN)
+        mbarrier.arrive(q_full.index(slot(u + c, PLAN.Q_SLOTS)), count=1)
+    u += 2
+    tile = gl.where(unsure(tiles, 1) > 0, before, -1)
+    while tile >= 0:
+        t = _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN)
+        u += 2
+        tile = gl.load(Taken + 1 + tile)
+
+
+# -- consumers ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _told(u, numbers, bars, PLAN: gl.constexpr):
+    """The tile of the queries of use u, once these have come."""
+    q_full, q_empty, full, empty = bars
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    wait_full(q_full, u, PLAN.Q_SLOTS)
+    return gl.max(numbers.index(slot(u, PLAN.Q_SLOTS)).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, HOLD: gl.constexpr, C: gl.constexpr,
+               PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """out += p v of the block before (use t + 1 of the ring), and p of the next block of keys (use t).
+
+    HOLD: as in `hopper_fwd_fast`."""
+    q_full, q_empty, full, empty = bars
+    LO_SLOTS: gl.constexpr = PLAN.LO_SLOTS
+    GROUPS: gl.constexpr = 2 if PLAN.HV > 0 else 1
+    wait_full(full, t, LO_SLOTS)
+    named_sync(TURN + C, 256)
+    s = begin_scores(u, t, tiles, PLAN.BLOCK_N, PLAN, LAYOUT)
+    wait_full(full, t + 1, LO_SLOTS)
+    lo, hi = begin_out(p, lo, hi, t + 1, tiles, PLAN)
+    if HOLD:
+        s = warpgroup_mma_wait(GROUPS, deps=(s,))
+    named_arrive(TURN + (C + 1) % 2, 256)
+    s = warpgroup_mma_wait(GROUPS, deps=(s,))
+    release(empty, t, LO_SLOTS)
+    pf = _exponentials(s, reference, unit)
+    l += _in_lanes(pf)
+    wait_full(full, t + 1, LO_SLOTS)  # a branch, or ptxas moves the wait for products above the exponentials
+    if PLAN.HV > 0:
+        lo, hi, pf = warpgroup_mma_wait(0, deps=(lo, hi, pf))
+    else:
+        lo, pf = warpgroup_mma_wait(0, deps=(lo, pf))
+    release(empty, t + 1, LO_SLOTS)
+    return gl.convert_layout(pf.to(p.dtype), p.type.layout, assert_trivial=True), lo, hi, l
+
+
+@gluon.jit
+def _finish(p, lo, hi, t, tiles, bars, PLAN: gl.constexpr):
+    """out += p v of a tile's last block of keys, use t of the ring."""
+    q_full, q_empty, full, empty = bars
+    wait_full(full, t, PLAN.LO_SLOTS)
+    lo, hi = begin_out(p, lo, hi, t, tiles, PLAN)
+    if PLAN.HV > 0:
+        lo, hi = warpgroup_mma_wait(0, deps=(lo, hi))
+    else:
+        lo = warpgroup_mma_wait(0, deps=(lo,))
+    release(empty, t, PLAN.LO_SLOTS)
+    return lo, hi
+
+
+@gluon.jit
+def _write(results, lo, hi, m, l, b, h, first, heads, len_q, u, tiles, PLAN: gl.constexpr):
+    """Write 64 rows of lse and out, by way of where their queries were, use u: m and sums l, in log2 units."""
+    Out, OutHi, Lse = results
+    q_lo, q_hi, lo_s, hi_s, flags = tiles
+    seen = l > 0.0
+    l = gl.where(seen, l, 1.0)
+    lse = gl.where(seen, m * LN2 + gl.log2(l) * LN2, float("-inf"))
+    i = first + gl.arange(0, ROWS, l.type.layout)
+    gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + i, lse, mask=i < len_q)
+    lo = lo * gl.convert_layout(1.0 / l, gl.SliceLayout(1, lo.type.layout))[:, None]
+    hi = hi * gl.convert_layout(1.0 / l, gl.SliceLayout(1, hi.type.layout))[:, None]
+    o_lo = q_lo.index(slot(u, PLAN.Q_SLOTS))
+    o_lo.store(lo.to(q_lo.dtype))
+    if PLAN.HV > 0:
+        o_hi = q_hi.index(slot(u, PLAN.Q_SLOTS))
+        if PLAN.HV < PLAN.HQ:
+            o_hi = o_hi.reinterpret(q_hi.dtype, [PLAN.HQ // PLAN.HV, ROWS, PLAN.HV], q_hi.layout).index(0)
+        o_hi.store(hi.to(q_lo.dtype))
+    fence_async_shared()
+    store_columns(Out, b, h, first, 0, o_lo, PLAN.LO)
+    if PLAN.HV > 0:
+        store_columns(OutHi, b, h, first, PLAN.LO, o_hi, PLAN.HV)
+
+
+@gluon.jit
+def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, C: gl.constexpr,
+              SQUARE: gl.constexpr, HOLD: gl.constexpr, PLAN: gl.constexpr):
+    """Computes 64 rows of out and lse of every tile."""
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    LO: gl.constexpr = PLAN.LO
+    LO_SLOTS: gl.constexpr = PLAN.LO_SLOTS
+    HV: gl.constexpr = PLAN.HV if PLAN.HV > 0 else 16
+    q_lo, q_hi, lo_s, hi_s, flags = tiles
+    q_full, q_empty, full, empty = bars
+    heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16])
+    HI_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, LO_LAYOUT, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    SECOND: gl.constexpr = SQUARE and C == 0 and BLOCK_N == ROWS  # its queries see no key of the first block
+    KEYS: gl.constexpr = BLOCK_N // 2 if SQUARE and C == 0 and BLOCK_N > ROWS else BLOCK_N
+    F_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    unit = scale * LOG2E
+    limits = (left, right, scale)
+    if C == 1:
+        named_arrive(TURN, 256)  # the first consumer begins
+
+    u = C  # uses of the slots of queries, of which each consumer has every second
+    t = 0  # uses of the ring of keys and values
+    bad = 0
+    before = gl.program_id(0) * 0 - 1
+    tile = _told(u, numbers, bars, PLAN)
+    while tile < n_tiles:
+        if SECOND:
+            wait_full(full, t, LO_SLOTS)
+            named_sync(TURN + C, 256)
+            named_arrive(TURN + (C + 1) % 2, 256)
+            release(empty, t, LO_SLOTS)
+            t += 1
+            if PLAN.Q_SLOTS > 2:  # the second block comes after the other consumer's queries
+                if u >= 2:
+                    free_queries(u - 2, bars, PLAN)
+        wait_full(full, t, LO_SLOTS)
+        named_sync(TURN + C, 256)
+        s = begin_scores(u, t, tiles, KEYS, PLAN, F_LAYOUT)
+        named_arrive(TURN + (C + 1) % 2, 256)
+        if PLAN.Q_SLOTS > 2 and not SECOND:
+            if u >= 2:
+                free_queries(u - 2, bars, PLAN)
+        b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile, None, None, sizes, PLAN)
+        begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+        first = m0 + C * ROWS
+        lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
+        hi = gl.zeros([ROWS, HV], gl.float32, HI_LAYOUT)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        release(empty, t, LO_SLOTS)
+        t += 1
+        rest = blocks - 1
+        if SQUARE and BLOCK_N > ROWS:
+            p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
+            if C == 0:
+                p = _side_by_side(p, gl.zeros_like(p), S_LAYOUT)
+        else:
+            if SQUARE:
+                i = gl.arange(0, ROWS, OF_ROWS)
+                j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+                s = gl.where(j[None, :] <= i[:, None], s, float("-inf"))
+            else:
+                s = masked_block(s, first, begin + rest * BLOCK_N, len_q, len_k, limits, PLAN, S_LAYOUT)
+            reference = _finite(gl.max(s, 1) * unit)
+            p = _exponentials(s, reference, unit)
+            l = _in_lanes(p)
+        p = gl.convert_layout(p.to(q_lo.dtype), P_LAYOUT, assert_trivial=True)
+        if SECOND:
+            wait_full(full, t, LO_SLOTS)
+            release(empty, t, LO_SLOTS)
+            t += 1
+            rest -= 1
+        for _ in range(rest):
+            p, lo, hi, l = _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, HOLD, C, PLAN, S_LAYOUT)
+            t += 2
+
+        lo, hi = _finish(p, lo, hi, t, tiles, bars, PLAN)
+        t += 1
+        sums = gl.convert_layout(gl.sum(l, 1), OF_ROWS)
+        if PLAN.SINKS:
+            sums += gl.exp2(gl.load(Sinks + h).to(gl.float32) * LOG2E - reference)
+        doubt = gl.where((sums >= LOW) & (sums <= SAFE), 0, gl.where((sums >= LOW) & (sums <= HIGH), 1, 2))
+        worst = gl.max(gl.where(first + gl.arange(0, ROWS, OF_ROWS) < len_q, doubt, 0), 0)
+        if worst == 1:  # a large v may have overflowed
+            total = gl.sum(lo * 0.0, 1)
+            if PLAN.HV > 0:
+                total += gl.convert_layout(gl.sum(hi * 0.0, 1), total.type.layout)
+            worst = gl.max(gl.where(total == 0.0, 0, 2), 0)
+        bad = gl.maximum(bad, worst)
+        _write(results, lo, hi, reference, sums, b, h, first, heads, len_q, u, tiles, PLAN)
+        if PLAN.Q_SLOTS == 2:
+            free_queries(u, bars, PLAN)
+        u += 2
+        before = tile
+        tile = _told(u, numbers, bars, PLAN)
+    if PLAN.Q_SLOTS > 2:
+        if u >= 2:
+            free_queries(u - 2, bars, PLAN)
+    release(q_empty, u, PLAN.Q_SLOTS)
+    u += 2
+
+    flags.index(C).store(gl.full([ROWS], bad, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    tile = gl.where(unsure(tiles, 4) > 0, before, -1)
+    while tile >= 0:
+        wait_full(q_full, u, PLAN.Q_SLOTS)
+        b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile, None, None, sizes, PLAN)
+        begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+        first = m0 + C * ROWS
+        n0 = begin + (blocks - 1) * BLOCK_N
+        wait_full(full, t, LO_SLOTS)
+        named_sync(TURN + C, 256)
+        s = begin_scores(u, t, tiles, BLOCK_N, PLAN, S_LAYOUT)
+        named_arrive(TURN + (C + 1) % 2, 256)
+        m, l = nothing_seen(Sinks, h, OF_ROWS, PLAN)
+        lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
+        hi = gl.zeros([ROWS, HV], gl.float32, HI_LAYOUT)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        release(empty, t, LO_SLOTS)
+        s = masked_block(s, first, n0, len_q, len_k, limits, PLAN, S_LAYOUT)
+        pf, alpha, m, l = softmax_step(s, m, l, scale, PLAN)
+        p = pf.to(q_lo.dtype)
+        t += 1
+        for _ in range(blocks - 1):
+            n0 -= BLOCK_N
+            p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, False,
+                                            C, PLAN, S_LAYOUT)
+            t += 2
+        lo, hi = _finish(p, lo, hi, t, tiles, bars, PLAN)
+        t += 1
+        _write(results, lo, hi, m, l, b, h, first, heads, len_q, u, tiles, PLAN)
+        free_queries(u, bars, PLAN)
+        u += 2
+        tile = gl.load(Taken + 1 + tile)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "right", "n_tiles"])
+def _deep_fast_kernel(Q, K, V, Out, QHi, KHi, VHi, OutHi, Sinks, Taken, Lse, heads, kv_heads, n_heads, group, len_q,
+                      len_k, right, n_tiles, scale, RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr,
+                      SQUARE: gl.constexpr, COUNTED: gl.constexpr, HOLD: gl.constexpr, EARLY: gl.constexpr,
+                      BLOCK_N: gl.constexpr, LO: gl.constexpr, HQ: gl.constexpr, HV: gl.constexpr,
+                      Q_SLOTS: gl.constexpr, LO_SLOTS: gl.constexpr, HI_SLOTS: gl.constexpr, REGISTERS: gl.constexpr):
+    """Tensors come as descriptors, of 64 columns; those of the second columns, if these are fewer, by others."""
+    PLAN: gl.constexpr = make_plan(0, False, True, False, RIGHT, MASK, SINKS, False, False, 0, 2, 64, BLOCK_N, LO, HQ,
+                                   HV, Q_SLOTS, LO_SLOTS, HI_SLOTS, False)
+    if HQ >= 64:
+        QHi, KHi, VHi, OutHi = Q, K, V, Out
+    LO_LAYOUT: gl.constexpr = as_matrix(Q.layout)
+    HI_LAYOUT: gl.constexpr = as_matrix(QHi.layout)
+    q_lo = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, LO], LO_LAYOUT)
+    q_hi = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, HQ], HI_LAYOUT)
+    lo_s = gl.allocate_shared_memory(Q.dtype, [LO_SLOTS, BLOCK_N, LO], LO_LAYOUT)
+    hi_s = gl.allocate_shared_memory(Q.dtype, [HI_SLOTS, BLOCK_N, HQ], HI_LAYOUT)
+    flags = gl.allocate_shared_memory(gl.int32, [2, ROWS], FLAG)
+    numbers = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 1], FLAG)
+    q_full = make_barriers(Q_SLOTS, 1)
+    q_empty = make_barriers(Q_SLOTS, 1)
+    full = make_barriers(LO_SLOTS, 1)
+    empty = make_barriers(LO_SLOTS, 2)
+    fence_async_shared()
+    let_next(EARLY)
+    wait_for_previous(EARLY)
+    tiles = (q_lo, q_hi, lo_s, hi_s, flags)
+    bars = (q_full, q_empty, full, empty)
+    sizes = (heads, kv_heads, n_heads, group, len_q, len_k, 0, right)
+    results = (Out, OutHi, Lse)
+    gl.warp_specialize([
+        (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 0, SQUARE, HOLD, PLAN)),
+        (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 1, SQUARE, HOLD, PLAN)),
+        (_producer, ((Q, QHi), (K, KHi), (V, VHi), Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED, PLAN)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
