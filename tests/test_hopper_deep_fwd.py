@@ -30,7 +30,7 @@ from adatom.ops.attention import hopper_deep_fast as fast  # noqa: E402
 from adatom.ops.attention import hopper_deep_fwd as deep  # noqa: E402
 from adatom.ops.attention import (  # noqa: E402
     hopper_deep_tiles,
-    hopper_fwd_fast,
+    hopper_fast_tiles,
     hopper_fwd_tiles,
     limits,
     reference,
@@ -123,7 +123,7 @@ class Forward(Machine):
             named_sync=lambda number, threads: self.come(number, threads, True),
             named_arrive=lambda number, threads: self.come(number, threads, False),
         )  # fmt: skip
-        for module in (hopper, hopper_fwd_tiles, hopper_fwd_fast, hopper_deep_tiles, kernel):
+        for module in (hopper, hopper_fwd_tiles, hopper_fast_tiles, hopper_deep_tiles, kernel):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in PYTHON:
                     names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)

@@ -15,6 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 from test_hopper_deep import Machine, Shared, Tensor4, clear_rows, register, shared, where  # noqa: E402
 
 from adatom.device import Device, pretend  # noqa: E402
+from adatom.ops.attention import hopper_fast_tiles as fast_tiles  # noqa: E402
 from adatom.ops.attention import hopper_fwd_fast as fast  # noqa: E402
 from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
 from adatom.ops.attention import hopper_fwd_tiles as tiles  # noqa: E402
@@ -131,7 +132,7 @@ def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, An
         "named_arrive": pass_on, "store_rows": store_rows,
         "range": lambda *ends: map(torch.tensor, range(*map(int, ends))),
     }  # fmt: skip
-    for module in (hopper, tiles, fast):
+    for module in (hopper, tiles, fast_tiles, fast):
         for name, function in vars(module).items():
             if hasattr(function, "fn") and name not in names:
                 names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)

@@ -17,6 +17,7 @@ from adatom.ops.attention.hopper_deep_tiles import (
     begin_scores,
     feed,
     feed_queries,
+    first_columns,
     free_queries,
     make_plan,
     masked_block,
@@ -24,15 +25,15 @@ from adatom.ops.attention.hopper_deep_tiles import (
     store_columns,
     unsure,
 )
-from adatom.ops.attention.hopper_fwd_fast import (
-    HIGH,
-    LOW,
-    SAFE,
-    _diagonal,
-    _exponentials,
-    _finite,
-    _in_lanes,
-    _side_by_side,
+from adatom.ops.attention.hopper_fast_tiles import (
+    diagonal,
+    doubts,
+    exponentials,
+    finite,
+    in_lanes,
+    said,
+    say,
+    side_by_side,
 )
 from adatom.ops.attention.hopper_fwd_tiles import blocks_of, nothing_seen, softmax_step, tile_of
 from adatom.tiles.hopper import (
@@ -64,9 +65,8 @@ from adatom.tiles.hopper import (
 def _tell(tile, u, numbers, bars, PLAN: gl.constexpr):
     """Say which tile the queries of use u are of, as soon as there is room for them."""
     q_full, q_empty, full, empty = bars
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     wait_empty(q_empty, u, PLAN.Q_SLOTS)
-    numbers.index(slot(u, PLAN.Q_SLOTS)).store(gl.full([1], tile, gl.int32, LAYOUT))
+    say(tile, 0, u, numbers, PLAN.Q_SLOTS)
 
 
 @gluon.jit
@@ -131,9 +131,8 @@ def _producer(Q, K, V, Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED: gl.
 def _told(u, numbers, bars, PLAN: gl.constexpr):
     """The tile of the queries of use u, once these have come."""
     q_full, q_empty, full, empty = bars
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     wait_full(q_full, u, PLAN.Q_SLOTS)
-    return gl.max(numbers.index(slot(u, PLAN.Q_SLOTS)).load(LAYOUT), 0)
+    return said(0, u, numbers, PLAN.Q_SLOTS)
 
 
 @gluon.jit
@@ -155,8 +154,8 @@ def _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, HOLD: gl.conste
     named_arrive(TURN + (C + 1) % 2, 256)
     s = warpgroup_mma_wait(GROUPS, deps=(s,))
     release(empty, t, LO_SLOTS)
-    pf = _exponentials(s, reference, unit)
-    l += _in_lanes(pf)
+    pf = exponentials(s, reference, unit)
+    l += in_lanes(pf)
     wait_full(full, t + 1, LO_SLOTS)  # a branch, or ptxas moves the wait for products above the exponentials
     if PLAN.HV > 0:
         lo, hi, pf = warpgroup_mma_wait(0, deps=(lo, hi, pf))
@@ -195,9 +194,7 @@ def _write(results, lo, hi, m, l, b, h, first, heads, len_q, u, tiles, PLAN: gl.
     o_lo = q_lo.index(slot(u, PLAN.Q_SLOTS))
     o_lo.store(lo.to(q_lo.dtype))
     if PLAN.HV > 0:
-        o_hi = q_hi.index(slot(u, PLAN.Q_SLOTS))
-        if PLAN.HV < PLAN.HQ:
-            o_hi = o_hi.reinterpret(q_hi.dtype, [PLAN.HQ // PLAN.HV, ROWS, PLAN.HV], q_hi.layout).index(0)
+        o_hi = first_columns(q_hi.index(slot(u, PLAN.Q_SLOTS)), PLAN.HV)
         o_hi.store(hi.to(q_lo.dtype))
     fence_async_shared()
     store_columns(Out, b, h, first, 0, o_lo, PLAN.LO)
@@ -261,9 +258,9 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
         t += 1
         rest = blocks - 1
         if SQUARE and BLOCK_N > ROWS:
-            p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
+            p, reference, l = diagonal(s, unit, C, PLAN, S_LAYOUT)
             if C == 0:
-                p = _side_by_side(p, gl.zeros_like(p), S_LAYOUT)
+                p = side_by_side(p, gl.zeros_like(p), S_LAYOUT)
         else:
             if SQUARE:
                 i = gl.arange(0, ROWS, OF_ROWS)
@@ -271,9 +268,9 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
                 s = gl.where(j[None, :] <= i[:, None], s, float("-inf"))
             else:
                 s = masked_block(s, first, begin + rest * BLOCK_N, len_q, len_k, limits, PLAN, S_LAYOUT)
-            reference = _finite(gl.max(s, 1) * unit)
-            p = _exponentials(s, reference, unit)
-            l = _in_lanes(p)
+            reference = finite(gl.max(s, 1) * unit)
+            p = exponentials(s, reference, unit)
+            l = in_lanes(p)
         p = gl.convert_layout(p.to(q_lo.dtype), P_LAYOUT, assert_trivial=True)
         if SECOND:
             wait_full(full, t, LO_SLOTS)
@@ -289,7 +286,7 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
         sums = gl.convert_layout(gl.sum(l, 1), OF_ROWS)
         if PLAN.SINKS:
             sums += gl.exp2(gl.load(Sinks + h).to(gl.float32) * LOG2E - reference)
-        doubt = gl.where((sums >= LOW) & (sums <= SAFE), 0, gl.where((sums >= LOW) & (sums <= HIGH), 1, 2))
+        doubt = doubts(sums)
         worst = gl.max(gl.where(first + gl.arange(0, ROWS, OF_ROWS) < len_q, doubt, 0), 0)
         if worst == 1:  # a large v may have overflowed
             total = gl.sum(lo * 0.0, 1)

@@ -12,6 +12,16 @@ sequence lies beyond the diagonal. If 2, the right edge of a window cuts that bl
 unless the keys end before. The producer says which tile is next: where tiles are many, one that no program took.
 """
 
+from adatom.ops.attention.hopper_fast_tiles import (
+    diagonal,
+    doubts,
+    exponentials,
+    finite,
+    in_lanes,
+    said,
+    say,
+    side_by_side,
+)
 from adatom.ops.attention.hopper_fwd_tiles import (
     TURN,
     blocks_of,
@@ -53,28 +63,7 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-LOW = gl.constexpr(0.5)  # a sum holds the exponential of its reference, 1 but for rounding
-SAFE = gl.constexpr(2.0**20)  # as much as a million keys of ordinary softmax: no v overflows that did not there
-HIGH = gl.constexpr(2.0**64)
-TOLD = gl.constexpr(8)  # numbers that the producer may say of a tile
-
-
-@gluon.jit
-def _in_lanes(p):
-    """Sums over the columns of p that a lane holds: [rows, 8], to be summed over columns."""
-    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
-def _exponentials(s, m, unit):
-    """exp2 of the scores in log2 units, relative to m."""
-    return gl.exp2(s * unit - m[:, None])
-
-
-@gluon.jit
-def _finite(m):
-    """The reference: the maximum m, or 0 where there is none yet."""
-    return gl.where(m == float("-inf"), 0.0, m)
+TOLD = gl.constexpr(8)  # numbers that the producer says of a packed tile, at most
 
 
 @gluon.jit
@@ -101,7 +90,7 @@ def _cut(s, m, l, first, n0, bounds, unit, PLAN: gl.constexpr, LAYOUT: gl.conste
     j = gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(0, LAYOUT))
     s = masked_scores(s, 0.0, first + i, n0 + j, True, len_q, len_k, left, right, 1.0, 0.0, PLAN)
     higher = gl.maximum(m, gl.max(s, 1) * unit)
-    reference = _finite(higher)
+    reference = finite(higher)
     alpha = gl.exp2(m - reference)
     return s, higher, reference, alpha, l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
 
@@ -145,42 +134,6 @@ def _multiply_both(p, v, acc, turn, n, rings, HALF: gl.constexpr, HOLD: gl.const
 
 
 @gluon.jit
-def _side_by_side(low, high, LAYOUT: gl.constexpr):
-    """Numbers of the first and of the second half of a block's keys as those of the block."""
-    p = gl.join(low, high).permute((0, 2, 1)).reshape([low.shape[0], 2 * low.shape[1]])
-    return gl.convert_layout(p, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _diagonal(s, unit, C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """(p, reference, l) of the block that the diagonal cuts, of as many keys as there are queries in a tile. The first
-    consumer's p is of the half of the keys that it sees."""
-    M: gl.constexpr = PLAN.BLOCK_M
-    HALF: gl.constexpr = PLAN.BLOCK_N // 2
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    i = gl.arange(0, M, gl.SliceLayout(1, H_LAYOUT))
-    j = gl.arange(0, HALF, gl.SliceLayout(0, H_LAYOUT))
-    seen = j[None, :] <= i[:, None]
-    if C == 0:
-        s = gl.where(seen, s, float("-inf"))
-        reference = gl.max(s, 1) * unit
-        p = _exponentials(s, reference, unit)
-        l = _in_lanes(p)
-    else:
-        low, high = gl.split(s.reshape([M, 2, HALF]).permute((0, 2, 1)))
-        low = gl.convert_layout(low, H_LAYOUT, assert_trivial=True)
-        high = gl.where(seen, gl.convert_layout(high, H_LAYOUT, assert_trivial=True), float("-inf"))
-        reference = gl.max(low, 1) * unit
-        low = _exponentials(low, reference, unit)
-        high = _exponentials(high, reference, unit)
-        l = _in_lanes(low) + _in_lanes(high)
-        p = _side_by_side(low, high, LAYOUT)
-    wide = _in_lanes(gl.zeros([M, 2 * HALF], gl.float32, LAYOUT))
-    return p, gl.convert_layout(reference, S_ROWS), gl.convert_layout(l, wide.type.layout, assert_trivial=True)
-
-
-@gluon.jit
 def _pin(l):
     """What l is made of is computed before what follows: ptxas would move exponentials below the wait for P V."""
     asm: gl.constexpr = """
@@ -210,8 +163,8 @@ def _softmax(s, acc, l, reference, n, rings, unit, PIN: gl.constexpr, PLAN: gl.c
     the p of the block before lay."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     if PLAN.CONSUMERS < 3:
-        p = _exponentials(s, reference, unit)
-        l += _in_lanes(p)
+        p = exponentials(s, reference, unit)
+        l += in_lanes(p)
         if PIN:
             _pin(l)
         acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
@@ -220,16 +173,16 @@ def _softmax(s, acc, l, reference, n, rings, unit, PIN: gl.constexpr, PLAN: gl.c
         H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         m = gl.convert_layout(reference, gl.SliceLayout(1, H_LAYOUT))
         low, high = gl.split(s.reshape([PLAN.BLOCK_M, 2, HALF]).permute((0, 2, 1)))
-        low = _exponentials(gl.convert_layout(low, H_LAYOUT, assert_trivial=True), m, unit)
-        l += gl.convert_layout(_in_lanes(low), l.type.layout, assert_trivial=True)
+        low = exponentials(gl.convert_layout(low, H_LAYOUT, assert_trivial=True), m, unit)
+        l += gl.convert_layout(in_lanes(low), l.type.layout, assert_trivial=True)
         if PIN:
             _pin(l)
         wait_full(v_full, n - 1, PLAN.STAGES)  # as in `settle`
         acc, low = warpgroup_mma_wait(0, deps=(acc, low))
         release(v_empty, n - 1, PLAN.STAGES)
-        high = _exponentials(gl.convert_layout(high, H_LAYOUT, assert_trivial=True), m, unit)
-        l += gl.convert_layout(_in_lanes(high), l.type.layout, assert_trivial=True)
-        p = _side_by_side(low, high, LAYOUT)
+        high = exponentials(gl.convert_layout(high, H_LAYOUT, assert_trivial=True), m, unit)
+        l += gl.convert_layout(in_lanes(high), l.type.layout, assert_trivial=True)
+        p = side_by_side(low, high, LAYOUT)
         p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
     return acc, l, p
 
@@ -242,11 +195,11 @@ def _window_edge(s, acc, l, reference, n, shift, rings, unit, PLAN: gl.constexpr
     i = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
     s = gl.where(j[None, :] >= i[:, None] + shift, s, float("-inf"))
-    p = _exponentials(s, gl.convert_layout(reference, gl.SliceLayout(1, LAYOUT)), unit)
-    l += gl.convert_layout(_in_lanes(p), l.type.layout, assert_trivial=True)
+    p = exponentials(s, gl.convert_layout(reference, gl.SliceLayout(1, LAYOUT)), unit)
+    l += gl.convert_layout(in_lanes(p), l.type.layout, assert_trivial=True)
     _pin(l)
     if p.shape[1] < PLAN.BLOCK_N:
-        p = _side_by_side(gl.zeros_like(p), p, S_LAYOUT)
+        p = side_by_side(gl.zeros_like(p), p, S_LAYOUT)
     acc, p = settle(acc, p, n - 1, rings, PLAN, P_LAYOUT)
     return acc, l, p
 
@@ -300,27 +253,13 @@ def _again(q, tile, X, Sinks, h, first, bounds, scale, DIM: gl.constexpr, PLAN: 
 
 
 @gluon.jit
-def _say(x, n, turn, numbers, PLAN: gl.constexpr):
-    """Write x down as number n of this turn's tile."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(slot(turn, PLAN.Q_STAGES) * TOLD + n).store(gl.full([1], x, gl.int32, LAYOUT))
-
-
-@gluon.jit
 def _tell(t, turn, numbers, rings, PLAN: gl.constexpr):
     """Say that tile t is that of this turn, as soon as there is room for its queries."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(own_queries(turn, c, PLAN)), lap(turn, PLAN.Q_STAGES) ^ 1)
-    _say(t, 0, turn, numbers, PLAN)
-
-
-@gluon.jit
-def _said(n, turn, numbers, PLAN: gl.constexpr):
-    """Number n of this turn's tile."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(numbers.index(slot(turn, PLAN.Q_STAGES) * TOLD + n).load(LAYOUT), 0)
+    say(t, 0, turn, numbers, PLAN.Q_STAGES)
 
 
 @gluon.jit
@@ -328,7 +267,7 @@ def _told(turn, numbers, rings, C: gl.constexpr, PLAN: gl.constexpr):
     """The tile of this turn, once the queries of consumer C have come. The first that is none ends the program."""
     q_s, k_s, v_s, bias_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     mbarrier.wait(q_full.index(own_queries(turn, C, PLAN)), lap(turn, PLAN.Q_STAGES))
-    return _said(0, turn, numbers, PLAN)
+    return said(0, turn, numbers, PLAN.Q_STAGES)
 
 
 @gluon.jit
@@ -355,13 +294,13 @@ def _producer(Q, K, V, Lens, Order, Taken, numbers, rings, sizes, n_tiles, SQUAR
         hk = h // (heads // kv_heads)
         _tell(t, turn, numbers, rings, PLAN)
         if PLAN.VARLEN:
-            _say(h, 1, turn, numbers, PLAN)
-            _say(m0, 2, turn, numbers, PLAN)
-            _say(start_q, 3, turn, numbers, PLAN)
-            _say(len_q, 4, turn, numbers, PLAN)
+            say(h, 1, turn, numbers, PLAN.Q_STAGES)
+            say(m0, 2, turn, numbers, PLAN.Q_STAGES)
+            say(start_q, 3, turn, numbers, PLAN.Q_STAGES)
+            say(len_q, 4, turn, numbers, PLAN.Q_STAGES)
             if not SQUARE:
-                _say(start_k, 5, turn, numbers, PLAN)
-                _say(len_k, 6, turn, numbers, PLAN)
+                say(start_k, 5, turn, numbers, PLAN.Q_STAGES)
+                say(len_k, 6, turn, numbers, PLAN.Q_STAGES)
         for c in gl.static_range(CONSUMERS):
             i = own_queries(turn, c, PLAN)
             load_tile(Q, b, h, start_q + m0 + c * PLAN.BLOCK_M, 0, q_full.index(i), q_s.index(i))
@@ -420,11 +359,11 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
             s = multiply_queries(turn, n, rings, C, PLAN, S_LAYOUT)
         named_arrive(TURN + (C + 1) % PLAN.CONSUMERS, 256)
         if PLAN.VARLEN:
-            b, h, m0 = t * 0, _said(1, turn, numbers, PLAN), _said(2, turn, numbers, PLAN)
-            start_q, len_q = _said(3, turn, numbers, PLAN), _said(4, turn, numbers, PLAN)
+            b, h, m0 = t * 0, said(1, turn, numbers, PLAN.Q_STAGES), said(2, turn, numbers, PLAN.Q_STAGES)
+            start_q, len_q = said(3, turn, numbers, PLAN.Q_STAGES), said(4, turn, numbers, PLAN.Q_STAGES)
             start_k, len_k = start_q, len_q
             if not SQUARE:
-                start_k, len_k = _said(5, turn, numbers, PLAN), _said(6, turn, numbers, PLAN)
+                start_k, len_k = said(5, turn, numbers, PLAN.Q_STAGES), said(6, turn, numbers, PLAN.Q_STAGES)
         else:
             b, h, m0, start_q, start_k, len_q, len_k = tile_of(t, Order, Lens, sizes, PLAN)
         begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
@@ -439,10 +378,10 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
                 j = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
                 s = gl.where(j[None, :] <= (m0 + i + (len_k - len_q + right))[:, None], s, float("-inf"))
                 reference = gl.max(s, 1) * unit
-                p = _exponentials(s, reference, unit)
-                l = _in_lanes(p)
+                p = exponentials(s, reference, unit)
+                l = in_lanes(p)
             else:
-                p, reference, l = _diagonal(s, unit, C, PLAN, S_LAYOUT)
+                p, reference, l = diagonal(s, unit, C, PLAN, S_LAYOUT)
             n += 1
             edge = n * 0  # whether the last block is cut, too
             if PLAN.LEFT:
@@ -451,7 +390,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
             # ptxas may leave out what describes an operand to one of two branches that both multiply by it: no "else"
             if C == 0 and not AHEAD:  # half a block, then whole ones
                 half = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
-                p = _side_by_side(p, gl.zeros_like(p), S_LAYOUT)
+                p = side_by_side(p, gl.zeros_like(p), S_LAYOUT)
                 p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
                 if not HOLD:  # of short products, half of one is not worth a branch
                     if rest > 0:
@@ -479,9 +418,9 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
         else:
             s = _scores(s, n, first, n0, bounds, rings, PLAN, S_LAYOUT)
             m = gl.max(s, 1) * unit
-            reference = _finite(m)
-            p = _exponentials(s, reference, unit)
-            l = _in_lanes(p)
+            reference = finite(m)
+            p = exponentials(s, reference, unit)
+            l = in_lanes(p)
             p = gl.convert_layout(p.to(o_s.dtype), P_LAYOUT, assert_trivial=True)
             if PLAN.LENS or PLAN.VARLEN:
                 clear_padding(v_s.index(slot(n, STAGES)), v_full, n, len_k - n0, PLAN)
@@ -513,7 +452,7 @@ def _consumer(results, given, keys, numbers, rings, sizes, n_tiles, scale, C: gl
         sums = gl.convert_layout(gl.sum(l, 1), ROWS)
         if PLAN.SINKS:
             sums += gl.exp2(gl.load(Sinks + h).to(gl.float32) * LOG2E - m)
-        doubt = gl.where((sums >= LOW) & (sums <= SAFE), 0, gl.where((sums >= LOW) & (sums <= HIGH), 1, 2))
+        doubt = doubts(sums)
         worst = gl.max(gl.where(m0 + i < len_q, doubt, 0), 0)
         if SQUARE and PLAN.VARLEN:  # the next sequence's v, multiplied by 0, may have been NaN
             worst = gl.maximum(worst, gl.where((first < len_q) & (m0 + BLOCK_N > len_q), 1, 0))
@@ -557,7 +496,8 @@ def _fast_kernel(Q, K, V, Sinks, Lens, Order, Taken, Out, KPtr, VPtr, OutPtr, Ls
     PLAN: gl.constexpr = make_plan(0, False, True, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, CONSUMERS,
                                    BLOCK_M, BLOCK_N, Q_STAGES, STAGES, 1, False)
     rings = make_rings(Q, K, V, K, Out, PLAN)
-    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    EACH: gl.constexpr = TOLD if VARLEN else 1
+    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES * EACH, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     let_next(EARLY)
     wait_for_previous(EARLY)
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
