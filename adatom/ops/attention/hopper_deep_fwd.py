@@ -118,6 +118,7 @@ MOST = gl.constexpr(2.0**64)  # sums of probabilities above it are not trusted
 def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of out and lse of every tile."""
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    LO: gl.constexpr = PLAN.LO
     LO_SLOTS: gl.constexpr = PLAN.LO_SLOTS
     HV: gl.constexpr = PLAN.HV if PLAN.HV > 0 else 64
     q_lo, q_hi, lo_s, hi_s, flags = tiles
@@ -128,7 +129,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
     limits = (left, right, scale)
     n_tiles = count_tiles(Order, n_tiles, sizes, PLAN)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.LO, 16])
+    LO_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16])
     HI_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     FROM_SECOND: gl.constexpr = PLAN.RIGHT and C == 0 and BLOCK_N == 64
@@ -178,7 +179,7 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                 n0 = begin + (blocks - 1) * BLOCK_N
             first = m0 + C * ROWS
             m, l = nothing_seen(Sinks, h, OF_ROWS, PLAN)
-            lo = gl.zeros([ROWS, PLAN.LO], gl.float32, LO_LAYOUT)
+            lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
             hi = gl.zeros([ROWS, HV], gl.float32, HI_LAYOUT)
             s = warpgroup_mma_wait(0, deps=(s,))
             release(empty, t, LO_SLOTS)
@@ -251,13 +252,13 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                 X = OutPtr + h.to(gl.int64) * stride_oh
                 store_rows(X, o_lo, start_q + first, len_q - first, stride_om, min(PLAN.HEAD_DIM_V, 128))
                 if PLAN.HV > 0:
-                    store_rows(X + PLAN.LO, o_hi, start_q + first, len_q - first, stride_om, PLAN.HEAD_DIM_V - PLAN.LO)
+                    store_rows(X + LO, o_hi, start_q + first, len_q - first, stride_om, PLAN.HEAD_DIM_V - LO)
                 fence_async_shared()
             else:
                 fence_async_shared()
-                store_columns(Out, b, h, first, 0, o_lo, PLAN.LO)
+                store_columns(Out, b, h, first, 0, o_lo, LO)
                 if PLAN.HV > 0:
-                    store_columns(Out, b, h, first, PLAN.LO, o_hi, PLAN.HV)
+                    store_columns(Out, b, h, first, LO, o_hi, PLAN.HV)
             if PLAN.Q_SLOTS == 2:
                 free_queries(u, bars, PLAN)
             u += 2
@@ -272,12 +273,13 @@ def _deep_fwd_kernel(Q, K, V, Sinks, Lens, Order, Out, OutPtr, Lse, stride_oh, s
                      HQ: gl.constexpr, HV: gl.constexpr, Q_SLOTS: gl.constexpr, LO_SLOTS: gl.constexpr,
                      HI_SLOTS: gl.constexpr, SURE: gl.constexpr, REGISTERS: gl.constexpr):
     """Tensors come as descriptors: tiles of 64 columns, of 64 rows of Q and Out, of BLOCK_N of K and V."""
+    LO: gl.constexpr = 128  # columns of the first half
     PLAN: gl.constexpr = make_plan(0, False, FOLD, LEFT, RIGHT, MASK, SINKS, LENS, VARLEN, HEAD_DIM_V, 2, 64, BLOCK_N,
-                                   128, HQ, HV, Q_SLOTS, LO_SLOTS, HI_SLOTS, SURE)
+                                   LO, HQ, HV, Q_SLOTS, LO_SLOTS, HI_SLOTS, SURE)
     LAYOUT: gl.constexpr = as_matrix(Q.layout)
-    q_lo = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, PLAN.LO], LAYOUT)
+    q_lo = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, LO], LAYOUT)
     q_hi = gl.allocate_shared_memory(Q.dtype, [Q_SLOTS, ROWS, HQ], LAYOUT)
-    lo_s = gl.allocate_shared_memory(Q.dtype, [LO_SLOTS, BLOCK_N, PLAN.LO], LAYOUT)
+    lo_s = gl.allocate_shared_memory(Q.dtype, [LO_SLOTS, BLOCK_N, LO], LAYOUT)
     hi_s = gl.allocate_shared_memory(Q.dtype, [HI_SLOTS, BLOCK_N, HQ], LAYOUT)
     flags = gl.allocate_shared_memory(gl.int32, [2, ROWS], FLAG)
     q_full = make_barriers(Q_SLOTS, 1)
