@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def describe(value: Any) -> str:
@@ -20,8 +21,17 @@ def finite(value: Any, least: float = -math.inf) -> bool:
     """Whether value is a number, neither infinite nor NaN, of at least `least`."""
     try:
         return bool(least <= value and -math.inf < value < math.inf)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def readable(x: torch.Tensor) -> bool:
+    """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    traced = any(torch._C._get_dispatch_mode(m) is not None for m in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL))
+    return not traced and not torch._C._functorch.is_batchedtensor(x)
 
 
 def require(condition: bool, expected: str, error: type[Exception] = ValueError, /, **given: Any) -> None:

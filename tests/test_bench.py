@@ -400,6 +400,14 @@ def test_bad_arguments_exit_with_2(arguments: tuple[str, ...], says: str) -> Non
     assert result.exit_code == 2 and says in result.output
 
 
+@pytest.mark.parametrize("content", ["", "7", "[]", '{"entries": [], "ceilings": {}}'])
+def test_files_that_hold_no_results(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(content)
+    result = invoke("--tables", str(file))
+    assert result.exit_code == 2 and "holds no results" in result.output
+
+
 # tables ------------------------------------------------------------------------------------------------------------
 
 

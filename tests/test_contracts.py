@@ -320,6 +320,13 @@ BAD_PACKED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape():
+    nested = torch.nested.nested_tensor(list(Q))
+    with pytest.raises(TypeError, match="attention_varlen"):
+        adatom.attention(nested, nested, nested)
+
+
 @pytest.mark.parametrize("name", BAD_PACKED)
 def test_bad_packed_input_is_answered(name):
     wrong, error, message = BAD_PACKED[name]

@@ -221,6 +221,8 @@ def test_opcheck(activation, bias):
     kept = None if activation == "none" else torch.randn(6, 5)
     given = (*call, kept, torch.randn(2, 3, 5, requires_grad=True), True, True, bias)
     torch.library.opcheck(torch.ops.adatom.linear_bwd.default, given, test_utils=tests[:3])
+    for needs in ((False, True, bias), (True, False, bias), (True, True, False)):
+        torch.library.opcheck(torch.ops.adatom.linear_bwd.default, (*given[:-3], *needs), test_utils=tests)
     into = (*(None if t is None else t.detach() for t in call[:4]), *call[4:], kept, torch.randn(2, 3, 5))
     torch.library.opcheck(
         torch.ops.adatom.linear_bwd_into.default, (*into, True, bias, torch.zeros(5, 6)), test_utils=tests[:2]

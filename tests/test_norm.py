@@ -14,7 +14,7 @@ import adatom
 from adatom import device, registry, signature, verify
 from adatom import nn as modules
 from adatom.device import Device
-from adatom.ops.norm import api, cases, limits, reference, trial
+from adatom.ops.norm import api, cases, limits, op, reference, trial
 from adatom.ops.norm.problem import problem
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -245,6 +245,24 @@ def test_the_short_way_computes_the_same(norm, residual, monkeypatch):
         assert torch.equal(dr, torch.ones_like(r))
         (dr,) = torch.autograd.grad(call(*(t.detach() for t in given[:-1]), r)[0].sum(), (r,))
         torch.testing.assert_close(dr, torch.autograd.grad(call(*given)[0].sum(), given[0])[0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_for_many_cotangents_take_the_long_way(norm, monkeypatch):
+    """They have no addresses, which kernels need."""
+    monkeypatch.setattr(signature, "ANY_DEVICE", True)
+    monkeypatch.setattr(api, "_plans", {})
+    addresses, launch = [], op.on_device
+
+    def spy(*args):
+        addresses.append([t.data_ptr() for t in args if isinstance(t, torch.Tensor)])
+        return launch(*args)
+
+    monkeypatch.setattr(op, "on_device", spy)
+    x, w = drawn(3, 4, 6), drawn(6)
+    jacobians = [torch.autograd.functional.jacobian(lambda x: norm(x, w), x, vectorize=v) for v in (False, True)]
+    torch.testing.assert_close(*jacobians)
+    assert addresses
 
 
 def test_the_short_way_tells_calls_apart(monkeypatch):

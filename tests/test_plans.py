@@ -175,6 +175,23 @@ def test_tensors_like_the_latest_take_its_plan(gpu, monkeypatch):
     assert torch.equal(adatom.attention(q, k, v), want)
 
 
+def test_layers_that_take_turns_keep_their_plans(gpu):
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    layers = (q, k, v), (turned, k, v), (q, turned, v), (q, k, turned)
+    again = lambda a: api._again((*a, None, None, None), OPTIONS)  # noqa: E731
+    for layer in layers:
+        adatom.attention(*layer)
+    plans = [again(layer)[0] for layer in layers]
+    assert len(set(plans)) == 4
+    adatom.attention(turned, turned.clone(), v)
+    assert [again(layer) and again(layer)[0] for layer in layers] == [None, *plans[1:]]  # the oldest makes room
+    for same in ((q, q, v), (q, k, q), (q, k, k)):
+        adatom.attention(*same)
+        assert again(same) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_differs_from_the_latest_is_looked_up(gpu):
     class Mine(torch.Tensor):
         pass
@@ -190,7 +207,7 @@ def test_what_differs_from_the_latest_is_looked_up(gpu):
     differ = [
         q[:, :1], q.double(), q.transpose(1, 2).contiguous().transpose(1, 2), odd, q.clone().requires_grad_(),
         q.as_subclass(Mine), torch.nn.Parameter(q), torch._neg_view(q), q.to("meta"),
-        torch._efficientzerotensor(q.shape), q[0], None, "q",
+        torch._efficientzerotensor(q.shape), q[0], None, "q", torch.nested.nested_tensor([q[0]]),
     ]  # fmt: skip
     assert [again(x, k, v) for x in differ] == [again(q, k, x) for x in differ] == [None] * len(differ)
     assert again(q, k, v, o=(True, *OPTIONS[1:])) is again(q, k, v, o=(False, [1, 2], *OPTIONS[2:])) is None

@@ -1,11 +1,13 @@
 """PyTorch's tools work on attention: opcheck, compile, meta tensors, autocast, forward mode, vmap, transforms."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import adatom
 import adatom.nn
@@ -172,6 +174,25 @@ def test_an_exported_window_takes_any_length():
         torch.testing.assert_close(program(x), layer(x))
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_an_exported_bias_takes_any_length(rows):
+    """Also in names for lengths that have no bounds, and of 5-D tensors."""
+
+    class Biased(torch.nn.Module):
+        def forward(self, x, bias):
+            return adatom.attention(x.transpose(-2, -3), *[x.transpose(-2, -3)] * 2, bias=bias)
+
+    def given(n):
+        lead = (3, 2) if rows else (2,)
+        return torch.randn(*lead, n, 2, 8), torch.randn(*[1] * len(lead), 2, n, n)
+
+    n = torch.export.Dim("n")
+    lengths = {1 + rows: n}, {2 + rows: n, 3 + rows: n}
+    program = torch.export.export(Biased(), given(9), dynamic_shapes=lengths).module()
+    x, bias = given(11)
+    torch.testing.assert_close(program(x, bias), Biased()(x, bias))
+
+
 def test_compile_with_options_that_change():
     """A scale that differs from call to call becomes a symbol."""
     torch.compiler.reset()
@@ -225,6 +246,17 @@ def test_lengths_without_values(packed):
     with FakeTensorMode() as fake:
         assert call(fake.from_tensor(x), fake.from_tensor(n)).shape == x.shape
     torch.testing.assert_close(make_fx(call)(x, n)(x, n), call(x, n))
+
+
+@pytest.mark.parametrize("lengths", [[0, 5, 20], [3, 5, 9]])
+def test_lengths_with_values_are_checked(lengths):
+    """Of Parameters, too, and where something looks on that leaves tensors as they are."""
+    x, n = torch.randn(9, 2, 4), torch.nn.Parameter(torch.tensor(lengths), requires_grad=False)
+    for context in (nullcontext(), FlopCounterMode(display=False)):
+        with context, pytest.raises(ValueError, match="cu_seqlens_q to start at 0"):
+            adatom.attention_varlen(x, x, x, n, n)
+        with context, pytest.raises(ValueError, match="kv_lens between 0"):
+            adatom.attention(*[torch.randn(3, 2, 4, 8)] * 3, kv_lens=n)
 
 
 def test_autocast_as_sdpa():

@@ -51,6 +51,16 @@ def test_triton_from_sm_80_up(machine, dtype):
 HOPPER = posed(dim=128)._replace(batch=8, heads=16, kv_heads=16, seqlen_q=4096, seqlen_k=4096, least_length=4096)
 
 
+def test_head_dims_that_tma_cannot_store():
+    """Inputs may be slices of wider rows; the results of some rows are not."""
+    with pretend(MACHINES["sm_90"]):
+        q = torch.empty(128, 16, 128, 40, dtype=torch.bfloat16)
+        assert choose("attention_fwd", api.problem_of(q, q, q)[0]).backend == "hopper_tile"
+        sliced = q[..., :36]
+        problem = api.problem_of(sliced, sliced, sliced)[0]
+    assert problem.tma and set(chosen(problem).values()) == {"torch_chunked"}
+
+
 def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", HOPPER).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(seqlen_q=1024, seqlen_k=1024, least_length=512)).backend == "hopper"

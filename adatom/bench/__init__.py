@@ -213,12 +213,12 @@ def _tune(console: Console, keys: list[tuning.Key], where: torch.device, budget:
 def _results(file: Path) -> dict[str, Any]:
     """What --record wrote to a file; BadParameter for a file that holds anything else."""
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        found: Any = json.loads(file.read_text())
     except (OSError, ValueError):
         found = {}
-    if "entries" not in found or "ceilings" not in found:
+    if not isinstance(found, dict) or not {"entries", "ceilings", "versions"} <= found.keys():
         raise typer.BadParameter(f"{file} holds no results of `adatom bench --record`")
-    return found
+    return dict(found)
 
 
 def _write(record: dict[str, Any], file: Path | None) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from adatom.check import require
-from adatom.ops.attention.api import _readable, attention, attention_varlen
+from adatom.check import readable, require
+from adatom.ops.attention.api import attention, attention_varlen
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
@@ -156,7 +156,7 @@ def flash_attn_varlen_func(
         NotImplementedError,
     )
     for name, cu_seqlens, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
-        if _readable(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens) > 1:
+        if readable(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens) > 1:
             longest = int(cu_seqlens.diff().max())
             require(longest <= most, f"max_seqlen_{name} of at least the longest sequence, {longest}", max_seqlen=most)
     result = attention_varlen(

@@ -10,7 +10,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from adatom.check import finite, require
+from adatom.check import finite, readable, require
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -98,7 +98,7 @@ def attention(
         x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
         results = _call(x, o, backend)
     else:
-        plan, wanted, _ = found
+        plan, wanted = found
         if wanted and torch.is_grad_enabled():
             return apply_planned(plan, *tensors[: plan.given])
         results = plan(*tensors[: plan.given])
@@ -192,11 +192,12 @@ class _Plan:
         self.o, self.options, self.return_lse = o, (*o, backend), return_lse
         self.launch, self.memo = ready(("attention", key), "attention_fwd", x, o, backend, False)
         self.device = x.q.get_device()
+        self.aligned = not any(t.data_ptr() & 15 for t in x if t is not None)
         self.given = 3 if x.bias is x.sinks is x.kv_lens is None else 6
         self.absent = (None,) * (len(x) - self.given)
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
-        """(out, lse)."""
+        """(out, lse). `Remembered.of` and the usual case of `on_device` are written out: calls cost time."""
         x = tuple.__new__(Remembered, tensors + self.absent)
         x.memo = self.memo
         if not self.memo:
@@ -207,41 +208,53 @@ class _Plan:
         return on_device(self.launch, x.q, x, self.o)
 
 
-_Found = tuple[_Plan, bool, Any]  # a plan, whether a tensor requires a gradient, and what compares tensors with those
+_Found = tuple[_Plan, bool]  # and whether a tensor requires a gradient
 _plans: dict[Any, _Plan] = {}
-_latest: dict[Any, _Found] = {}  # by shapes and options
+_latest: dict[Any, tuple[tuple[Any, _Found], ...]] = {}  # by shapes and options: what compares tensors, what it found
 
 
 def _again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
-    """The plan of the latest call of these shapes and options on a GPU, if its tensors were like these: PyTorch
+    """The plan of one of the latest calls of these shapes and options on a GPU, if its tensors were like these: PyTorch
     compares them at once, with the keys of its dispatcher, which tell most of what `watched` looks for."""
-    if overseen():
-        return None
     q, k, v, bias, sinks, kv_lens = tensors
+    if not _latest or q is k or q is v or k is v or overseen():  # what compares takes no tensor twice
+        return None
     try:
-        found = _latest.get(_outline(q, k, bias, sinks, kv_lens, options))
-    except (AttributeError, TypeError):  # not tensors; a list among the options
+        latest = _latest.get(_outline(tensors, options), ())
+    except (AttributeError, TypeError, RuntimeError):  # not dense tensors; a list among the options
         return None
-    if found is None:
-        return None
-    if bias is sinks is kv_lens is None:
-        same = found[2](q, k, v) and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-    else:
-        given = [t for t in tensors if t is not None]
-        same = found[2](*given) and not any(t.data_ptr() & 15 for t in given)
-    return found if same else None
+    given = [q, k, v] if bias is sinks is kv_lens is None else [t for t in tensors if t is not None]
+    for alike, found in latest:
+        if alike(*given):
+            for t in given:
+                if t.data_ptr() & 15:
+                    return None
+            return found
+    return None
 
 
-def _outline(q: Any, k: Any, bias: Any, sinks: Any, kv_lens: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `_latest` goes by."""
+def _outline(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `_latest` goes by. Of all tensors: what compares them aborts at one that has no shape, a nested one."""
+    q, k, v, bias, sinks, kv_lens = tensors
     exact = torch._C._get_deterministic_algorithms()
-    return q.shape, k.shape, bias is None, sinks is None, kv_lens is None, options, exact
+    if bias is sinks is kv_lens is None:
+        return q.shape, k.shape, v.shape, options, exact
+    return q.shape, k.shape, v.shape, *[t if t is None else t.shape for t in (bias, sinks, kv_lens)], options, exact
+
+
+def _remember(found: _Found, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """Let `_again` find this, and three more of these shapes: layers that differ in strides or in a bias take turns."""
+    given = [t for t in tensors if t is not None]
+    alike = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if alike(*given):
+        outline = _outline(tensors, options)
+        _latest[outline] = (alike, found), *_latest.get(outline, ())[:3]
 
 
 def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
     """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision,
-    backend, return_lse); None for those that are traced, profiled, transformed, cast or copied, and for kv_lens on a
-    CPU, which are looked at."""
+    backend, return_lse), which `_again` will find; None for those that are traced, profiled, transformed, cast or
+    copied, and for kv_lens on a CPU, which are looked at."""
     if watched():
         return None
     q, k, v, bias, sinks, kv_lens = tensors
@@ -263,13 +276,10 @@ def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | Non
             _plans.clear()
             _latest.clear()
         plan = _plans[key, options] = _Plan((key, options[:-1]), x, o, backend, return_lse)
-    given = [t for t in tensors if t is not None]
-    wanted = any(t.requires_grad for t in given)
-    if plan.device >= 0 and not any(t.data_ptr() & 15 for t in given):
-        alike = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if alike(*given):  # it takes no tensor twice
-            _latest[_outline(q, k, bias, sinks, kv_lens, options)] = plan, wanted, alike
-    return plan, wanted, None
+    found = plan, any(t is not None and t.requires_grad for t in tensors)
+    if plan.device >= 0 and plan.aligned and not (q is k or q is v or k is v):
+        _remember(found, tensors, options)
+    return found
 
 
 def _of_rows(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
@@ -348,7 +358,7 @@ def _checked(
             require(False, "kv_lens as a tensor of int32 or int64", TypeError, kv_lens=kv_lens)
         if kv_lens.shape != (batch,) or kv_lens.device != q.device:
             require(False, f"kv_lens of shape ({batch},) on q's device", q=q, kv_lens=kv_lens)
-        if _readable(kv_lens) and kv_lens.numel():
+        if readable(kv_lens) and kv_lens.numel():
             low, high = int(kv_lens.min()), int(kv_lens.max())
             if low < 0 or high > seqlen_k:
                 require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
@@ -393,19 +403,13 @@ def _checked_varlen(
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
             )
-        if _readable(cu):
+        if readable(cu):
             if int(cu[0]) != 0 or int(cu[-1]) != tokens or bool((cu.diff() < 0).any()):
                 require(
                     False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()}
                 )
     o = _options(head_dim, causal, window, softcap, scale, precision)
     return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
-
-
-def _readable(x: torch.Tensor) -> bool:
-    """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not torch.Tensor
-    return x.device.type == "cpu" and not traced and not torch._C._functorch.is_batchedtensor(x)
 
 
 def _check_common(
@@ -449,6 +453,8 @@ def _checked_bias(
     if not divides or len(shape) > 4 or any(b not in (1, s) for b, s in zip(shape[1:], scores[1:])):
         require(False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias)
     bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
+    if torch.compiler.is_exporting():
+        return bias
     steps = sum(s for n, s in zip(bias.shape[2:], bias.stride()[2:]) if n > 1)
     return bias if steps < 2**24 else bias.contiguous()  # kernels number the elements of a tile with 32 bits
 

@@ -145,7 +145,7 @@ def hopper_fwd(p: Problem) -> str | None:
 
 def hopper_tile_fwd(p: Problem) -> str | None:
     """At most 128 queries and keys, head_dim 40 to 128: sm_90, 16-bit floats, what TMA can read, no bias."""
-    if (why := _hopper(p)) is not None:
+    if (why := _hopper(p) or _head_dims(p, 128)) is not None:
         return why
     if p.varlen or p.kv_lens or p.sinks or p.softcap or p.bias != "none":
         return "takes no packed sequences, kv_lens, sinks, softcap or bias"

@@ -152,7 +152,7 @@ def _gradients(ctx: Any, dout: Tensor | None, bwd: Any, bwd_into: Any) -> tuple[
 
 def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:4], inputs[9])
-    ctx.options = inputs[4:8]
+    ctx.options, ctx.wants = inputs[4:8], inputs[10:]
     ctx.set_materialize_grads(False)
 
 
@@ -162,6 +162,9 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: 
     ddz = ddx W^T + x ddW^T + ddb is the gradient of dz = dz(z, dout); what it leaves on z goes on as in a backward.
     """
     x, weight, up, bias, dout = ctx.saved_tensors
+    want_x, want_weight, want_bias = ctx.wants  # what stands for the others has no shape
+    ddx, ddbias = ddx if want_x else None, ddbias if want_bias else None
+    ddweight, ddup = (ddweight, ddup) if want_weight else (None, None)
     o, backend = Options(*ctx.options[:3]), ctx.options[3]
     lead, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
     n = weight.shape[0]

@@ -95,7 +95,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:5], *inputs[8:11])
-    ctx.activation = inputs[5]
+    ctx.activation, ctx.wants = inputs[5], inputs[11:]
     ctx.set_materialize_grads(False)
 
 
@@ -108,6 +108,8 @@ def _backward_of_backward(ctx: Any, cx: Any, cweights: Any, cgate_up: Any, cdown
     x, weights, indices, w_gate_up, w_down, order, offsets, dout = ctx.saved_tensors
     need_x, need_weights, _, need_gate_up, need_down = ctx.needs_input_grad[:5]
     need_dout = ctx.needs_input_grad[10]
+    asked = zip((cx, cweights, cgate_up, cdown), ctx.wants)  # what stands for the others has no shape
+    cx, cweights, cgate_up, cdown = (c if want else None for c, want in asked)
     if all(c is None for c in (cx, cweights, cgate_up, cdown)):
         return (None,) * 15
     gate, (tokens, top_k) = Options(ctx.activation).gate, indices.shape
