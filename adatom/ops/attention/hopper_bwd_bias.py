@@ -47,7 +47,7 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 # (head_dim in memory, whether the bias is kept in float32): buffers of q, k, dO and v
 CONFIGS = {(32, False): 4, (32, True): 3, (64, False): 2, (64, True): 2, (128, False): 1}
 _MANY = 16  # sharers of a slice, for each of which its bias need not be widened again
-_SPILL = 512  # under a mask, at head_dim 128
+_SPILL = 640  # under a mask, at head_dim 128
 
 
 @dataclass(frozen=True)
