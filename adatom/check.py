@@ -1,4 +1,4 @@
-"""Errors that print what was given."""
+"""Checks of arguments, and errors that print what was given."""
 
 from __future__ import annotations
 

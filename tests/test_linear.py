@@ -229,6 +229,13 @@ def test_opcheck(activation, bias):
     )
 
 
+def test_a_profiler_sees_the_operator():
+    x, w = tensors((4, 6), (5, 6), dtype=torch.float32)
+    with torch.autograd.profiler.profile() as profile:
+        adatom.linear(x, w)
+    assert "adatom::linear_fwd" in {event.key for event in profile.key_averages()}
+
+
 def test_autocast():
     x, w, b = tensors((4, 6), (5, 6), (5,), dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

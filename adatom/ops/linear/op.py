@@ -17,7 +17,7 @@ from adatom.operators import absent, differentiable, on_device
 from adatom.ops.linear.problem import Inputs, Options, problem, rows_of, suits_tma
 from adatom.ops.linear.reference import gradient, gradient_gradient
 from adatom.registry import choose, load
-from adatom.signature import PLAIN
+from adatom.signature import PLAIN, overseen
 
 Tensor = torch.Tensor
 _CALL = "Tensor x, Tensor weight, Tensor? up, Tensor? bias, str activation, bool gated, str precision, str? backend"
@@ -242,11 +242,9 @@ def linear(*args: Any) -> Tensor:
     """out of linear_fwd, by the shortest way: plain tensors in eager mode need no operator."""
     x = args[0]
     if (
-        torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        overseen()
+        or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
         or not (x.is_cuda or x.is_cpu)
         or any(t is not None and (type(t) not in PLAIN or t.is_neg()) for t in args[:4])
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from adatom.operators import absent, differentiable, on_device
 from adatom.ops.norm import reference
@@ -167,8 +167,7 @@ class PlannedNorm(Function):
         (eps, centred, backend), needs, dx = ctx.plan.options, ctx.needs_input_grad, dh
         dweight = dbias = None
         if dy is not None:
-            further = torch.is_grad_enabled() or forward_ad._current_level >= 0
-            if further or watched() or signature((dy, dh), cpu=True) is None:
+            if torch.is_grad_enabled() or watched() or signature((dy, dh), cpu=True) is None:
                 mean = absent(h) if mean is None else mean
                 grads: Any = norm_bwd(h, weight, bias, dy, dh, mean, rstd, eps, centred, backend, needs[3], needs[4])
             else:
