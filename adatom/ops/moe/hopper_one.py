@@ -3,8 +3,7 @@
 
 Two kernels. Programs of the first stream the rows of gate and up of each pair through a ring in shared memory; when
 nearly all that they read is under way they let the second begin, whose programs copy all rows of w_down that they need
-into shared memory while the first still computes: they depend on the indices alone. One of them fits on a
-multiprocessor beside two of the first, the others come when these end. No tensor cores.
+into shared memory while the first still computes: they depend on the indices alone. No tensor cores.
 """
 
 import torch
@@ -23,8 +22,7 @@ async_copy = _with(_async_copy, async_load=getattr(_async_copy, "async_copy_glob
 ROWS = 8  # of a matrix, of a program: a warp each
 WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and up each
 AHEAD = 4  # uses of the ring that are not under way yet when the second kernel may begin
-PROGRAMS = 2  # of the first kernel on a multiprocessor, with so few registers that one of the second fits beside them
-REGISTERS = 64  # of a thread of the first kernel
+PROGRAMS = 2  # of the first kernel on a multiprocessor
 NARROW = 256  # columns of the second kernel's boxes
 
 
@@ -55,14 +53,6 @@ def _fetch(n, units, steps, blocks, W, Indices, gate_s, up_s, experts, K, N, str
     async_copy.commit_group()
 
 
-@gluon.jit
-def _add(total, w, x, SUMS: gl.constexpr):
-    """total + products of w and x, the eight that a thread has side by side added up: to keep each would cost the
-    second kernel its place."""
-    y = (w.to(gl.float32) * x).reshape([w.shape[0], w.shape[1] // 8, 8])
-    return total + gl.convert_layout(gl.sum(y, 2), SUMS, assert_trivial=True)
-
-
 @gluon.jit(do_not_specialize=["experts"])
 def _gate_kernel(X, W, Indices, A, experts, K, N, stride_x, stride_e, stride_j, ACT: gl.constexpr, PAIRS: gl.constexpr,
                  TOP_K: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
@@ -70,7 +60,6 @@ def _gate_kernel(X, W, Indices, A, experts, K, N, stride_x, stride_e, stride_j, 
     """A (pairs, N) = act(gate) * up of each pair that has an expert, by its number; anything
     of those that have none."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ROWS, 1], [1, 0])
-    SUMS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [1, 32, 1], [ROWS, 1, 1], [2, 1, 0]))
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     gate_s = gl.allocate_shared_memory(W.dtype.element_ty, [STAGES, ROWS, WIDE], PLAIN)
     up_s = gl.allocate_shared_memory(W.dtype.element_ty, [STAGES, ROWS, WIDE], PLAIN)
@@ -89,21 +78,21 @@ def _gate_kernel(X, W, Indices, A, experts, K, N, stride_x, stride_e, stride_j, 
     last = (units - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0) * steps - AHEAD - STAGES + 1
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
         pair = u // blocks
-        gates = gl.zeros([ROWS, WIDE // 8], gl.float32, SUMS)
-        ups = gl.zeros([ROWS, WIDE // 8], gl.float32, SUMS)
+        gates = gl.zeros([ROWS, WIDE], gl.float32, LAYOUT)
+        ups = gl.zeros([ROWS, WIDE], gl.float32, LAYOUT)
         for step in range(steps):
             k = step * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
             x = gl.load(X + (pair // TOP_K).to(gl.int64) * stride_x + k, mask=k < K, other=0.0).to(gl.float32)[None, :]
             async_copy.wait_group(STAGES - 2)
-            gates = _add(gates, gate_s.index(n % STAGES).load(LAYOUT), x, SUMS)
-            ups = _add(ups, up_s.index(n % STAGES).load(LAYOUT), x, SUMS)
+            gates += gate_s.index(n % STAGES).load(LAYOUT).to(gl.float32) * x
+            ups += up_s.index(n % STAGES).load(LAYOUT).to(gl.float32) * x
             _fetch(n + STAGES - 1, units, steps, blocks, W, Indices, gate_s, up_s, experts, K, N, stride_e, stride_j,
                    WIDE, ROWS, STAGES, LAYOUT)
             n += 1
             if n == last:  # nearly all that this program reads is under way
                 let_next(True)
         value, _ = value_and_slope(gl.sum(gates, 1), ACT)
-        a = gl.convert_layout(value * gl.sum(ups, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        a = value * gl.sum(ups, 1)
         j = u % blocks * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         gl.store(A + pair.to(gl.int64) * N + j, a.to(A.dtype.element_ty), mask=j < N)
 
@@ -187,8 +176,7 @@ def _gate(tensors, act):
     meta = dict(ACT=act, PAIRS=pairs, TOP_K=indices.shape[1], ROWS=ROWS, WIDE=WIDE, STAGES=STAGES, AHEAD=AHEAD)
     programs = min(pairs * -(-n // ROWS), PROGRAMS * facts(x.device).sms)
     scalars = (experts, k, n, x.stride(0), *w.stride()[:2])
-    meta |= dict(num_warps=ROWS, maxnreg=REGISTERS, launch_pdl=True)
-    return Launch(_gate_kernel, programs, scalars, meta, spill=16)
+    return Launch(_gate_kernel, programs, scalars, meta | dict(num_warps=ROWS, launch_pdl=True), spill=16)
 
 
 def _down(tensors):
