@@ -117,8 +117,8 @@ def _run(r, M, N, run, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(given, PLAN: gl.constexpr):
-    A, B, Up, Counts, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs = given
+def _producer(A, B, Up, Counts, a_s, b_s, full, empty, M, N, k_tiles, u, solo, run, n_runs,
+              PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     A_COLS: gl.constexpr = PLAN.A_COLS
@@ -259,9 +259,8 @@ def _epilogue(acc, bias, Out, Pre, PreUp, D, c_s, d_s, bias_s, row, column, M, N
 
 
 @gluon.jit
-def _consumer(given, C: gl.constexpr, PLAN: gl.constexpr):
-    (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo, run, n_runs,
-     stride_d) = given
+def _consumer(Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo,
+              run, n_runs, stride_d, C: gl.constexpr, PLAN: gl.constexpr):
     A_COLS: gl.constexpr = PLAN.A_COLS
     B_COLS: gl.constexpr = PLAN.B_COLS
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -332,19 +331,27 @@ def _kernel(A, B, Up, Out, Pre, PreUp, D, Bias, Z, DZ, Sums, Counts, M, N, k_til
     gl.barrier()
     let_next(True)
     wait_for_previous(True)
-    consumed = (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u, solo, run,
-                n_runs, stride_d)
-    produced = (A, B, Up, Counts, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs)
-    made = (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group, n_tasks,
-            start)
     if MAKE != "":
         gl.warp_specialize([
-            (_consumer, (consumed, 0, PLAN)), (_consumer, (consumed, 1, PLAN)), (_producer, (produced, PLAN)),
-            (maker, (made, MAKE, SUMS)), (maker, (made, MAKE, SUMS)), (maker, (made, MAKE, SUMS)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 0, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 1, PLAN)),
+            (_producer, (A, B, Up, Counts, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
+            (maker, (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group,
+                     n_tasks, start, MAKE, SUMS)),
+            (maker, (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group,
+                     n_tasks, start, MAKE, SUMS)),
+            (maker, (Z, D, DZ, Sums, Counts, M, K, stride_z, stride_d, stride_dz, tiles, chunks, tasks_run, group,
+                     n_tasks, start, MAKE, SUMS)),
         ], [4, 1, 1, 1, 1], [192, 120, 120, 120, 120])
     else:
         gl.warp_specialize([
-            (_consumer, (consumed, 0, PLAN)), (_consumer, (consumed, 1, PLAN)), (_producer, (produced, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 0, PLAN)),
+            (_consumer, (Out, Pre, PreUp, D, Bias, a_s, b_s, c_s, d_s, bias_s, full, empty, turns, M, N, k_tiles, u,
+                         solo, run, n_runs, stride_d, 1, PLAN)),
+            (_producer, (A, B, Up, Counts, a_s, b_parts, full, empty, M, N, k_tiles, u, solo, run, n_runs, PLAN)),
         ], [4, 1], [240, 24])
 
 

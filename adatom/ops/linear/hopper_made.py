@@ -82,13 +82,13 @@ def _fetch(X, row, column, M, N, stride):
 
 
 @gluon.jit
-def maker(given, ACT: gl.constexpr, SUMS: gl.constexpr):
+def maker(Z, D, DZ, Sums, Counts, M, N, stride_z, stride_d, stride_dz, tiles, chunks, run, group, n_tasks, start,
+          ACT: gl.constexpr, SUMS: gl.constexpr):
     """Of a single warp: dz from z, (M, N), and from D, the gradient of a(z). Sums: over the rows of each task,
     (tasks of a column, N).
 
     Counts: the number of the next task, and how many tasks of each tile and chunk are done; zeros at first.
     """
-    Z, D, DZ, Sums, Counts, M, N, stride_z, stride_d, stride_dz, tiles, chunks, run, group, n_tasks, start = given
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
     t = gl.atomic_add(Counts, 1, sem="relaxed")
     while t < n_tasks:
