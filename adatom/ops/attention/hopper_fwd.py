@@ -308,7 +308,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | hopper_dee
         several = [int(stride > 0) for stride in call.bias_strides[:2]]
         scalars = (*call.strides(out)[1:], *call.bias_strides, *several, *sizes, o.softcap)
         main = Launch(_fwd_kernel, programs, scalars, meta, config.spill, blocks)
-    table = table_launch(call, rows, 3 * call.device.sms * rows // 2) if call.varlen else None
+    table = table_launch(call, rows, 3 * call.device.sms * rows) if call.varlen else None
     return Launches(table, main, table_size(call, rows), fast, takes and not call.varlen)
 
 

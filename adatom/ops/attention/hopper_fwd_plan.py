@@ -55,14 +55,14 @@ FAST: dict[tuple[int, str], dict[int, Config | None]] = {
     (64, "causal"): {0: None, 1024: _FAST_64},
     (64, "square"): {0: None, 512: _FAST_64, 16384: _FAST_THREE},
     (64, "window"): {0: None, 1024: _FAST_64},
-    (64, "packed"): {0: None, 1024: _FAST_64},
-    (64, "packed square"): {0: None, 256: _FAST_64},
+    (64, "packed"): {0: None, 256: _FAST_64},
+    (64, "packed square"): {0: None, 128: _FAST_64},
     (128, "full"): {0: None, 512: _FAST._replace(block_n=64, stages=4), 1024: _FAST},
     (128, "causal"): {0: None, 1024: _FAST},
     (128, "square"): {0: None, 512: _FAST},
     (128, "window"): {0: None, 1024: _FAST},
-    (128, "packed"): {0: None, 2048: _FAST},
-    (128, "packed square"): {0: None, 256: _FAST},
+    (128, "packed"): {0: None, 256: _FAST},
+    (128, "packed square"): {0: None, 128: _FAST},
 }
 
 
