@@ -196,7 +196,8 @@ def run_fast(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch
     lse = torch.full((batch, heads, len_q), math.nan)
     sinks = None if x.sinks is None else At(x.sinks)
     sizes = (heads, kv_heads, batch * heads, 3, len_q, len_k, 0, 0)
-    taken = torch.zeros(1 + n_tiles, dtype=torch.int32)
+    taken = torch.full((1 + 3 * n_tiles,), 7, dtype=torch.int32)
+    taken[0] = 0
     for pid in range(programs):
         machine = Forward(pid, programs, seed)
         tiles, bars = rings(machine, half, config, low, hq)
@@ -205,7 +206,7 @@ def run_fast(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch
         outs = Tensor4(out), Tensor4(out, min(hv, 64)), At(lse)
         consumers = [(outs, sinks, *some, o.scale, c, o.causal, seed % 2 == 0, plan) for c in (0, 1)]
         inputs = [(Tensor4(t), Tensor4(t, min(hq, 64))) for t in (x.q, x.k, x.v)]
-        machine.play(fast, consumers, (*inputs, *some, programs % 2 == 1, plan))
+        machine.play(fast, consumers, (*inputs, *some, o.causal, programs % 2 == 1, plan))
     return out, lse
 
 
@@ -287,6 +288,9 @@ FAST = (
     ((96, 96), (384, 384), 1, {"causal": True, "grows": 300.0}),
     ((256, 200), (384, 512), 1, {"causal": True, "grows": 300.0}),
     ((160, 192), (300, 700), 1, {"grows": 300.0}),
+    ((256, 256), (300, 300), 1, {"causal": True}),
+    ((208, 128), (129, 257), 1, {"causal": True, "sinks": True}),
+    ((192, 192), (300, 428), 1, {"causal": True, "grows": 300.0}),
 )
 
 
@@ -311,6 +315,20 @@ def test_roles_without_maxima(case):
         for name, mine, true in zip(("out", "lse"), got, (out, lse)):
             error = ((mine.double() - true).norm() / true.norm()).item()
             assert error < 0.01, (name, error, config)
+
+
+def test_a_tile_is_its_own():
+    """What one head's scores are does not change another's results, whichever program has both."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, 300, 96).bfloat16() for _ in range(3))
+    calm, *_ = inputs_of(q=q, k=k, v=v)
+    x, o, _ = inputs_of(q=q, k=k.clone(), v=v)
+    x.k[:, 0, 100] *= 300.0
+    want = run_fast(calm, o, deep.FAST[96], 1, 1)
+    for programs in (1, 2, 3):
+        for mine, true in zip(run_fast(x, o, deep.FAST[96], programs, programs), want):
+            assert torch.equal(mine[:, 1:], true[:, 1:])
+            assert not torch.equal(mine[:, 0], true[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,31 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
+
+@gluon.jit
+def _blocks(m0, len_q, len_k, left, right, SQUARE: gl.constexpr, PLAN: gl.constexpr):
+    """`blocks_of`. SQUARE: the first to be visited holds the last query's diagonal, though keys may end before it."""
+    MORE: gl.constexpr = 127 if SQUARE else 0
+    return blocks_of(m0, len_q + MORE, len_k + MORE, left, right, PLAN)
+
+
+@gluon.jit
+def _doubted(tile, C: gl.constexpr, Taken, n_tiles):
+    """Where consumer C says whether it doubts its half of a tile."""
+    return Taken + 1 + n_tiles + 2 * tile + C
+
+
+@gluon.jit
+def _doubtful(tile, Taken, n_tiles):
+    """The first tile that a consumer doubts of `tile` and those before it in this program; -1: none."""
+    doubt = 0
+    while (tile >= 0) & (doubt == 0):
+        doubt = gl.load(_doubted(tile, 0, Taken, n_tiles)) | gl.load(_doubted(tile, 1, Taken, n_tiles))
+        if doubt == 0:
+            tile = gl.load(Taken + 1 + tile)
+    return tile
+
+
 # -- producer ----------------------------------------------------------------------------------------------------------
 
 
@@ -70,12 +95,12 @@ def _tell(tile, u, numbers, bars, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN: gl.constexpr):
+def _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, SQUARE: gl.constexpr, PLAN: gl.constexpr):
     """Load all that a tile needs; the next use of the ring of keys and values."""
     heads, kv_heads, n_heads, group, most_q, most_k, left, right = sizes
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile, None, None, sizes, PLAN)
-    begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+    begin, blocks = _blocks(m0, len_q, len_k, left, right, SQUARE, PLAN)
     hk = h // (heads // kv_heads)
     n0 = begin + (blocks - 1) * BLOCK_N
     _tell(tile, u, numbers, bars, PLAN)
@@ -94,9 +119,11 @@ def _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN: gl.conste
 
 
 @gluon.jit
-def _producer(Q, K, V, Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED: gl.constexpr, PLAN: gl.constexpr):
+def _producer(Q, K, V, Taken, numbers, tiles, bars, sizes, n_tiles, SQUARE: gl.constexpr, COUNTED: gl.constexpr,
+              PLAN: gl.constexpr):
     """Keeps the rings full, and says which tile is next. COUNTED: one that no program took yet; the first number of
-    `Taken` counts those that were, beyond each program's first. The others: which tile its program did before it."""
+    `Taken` counts those that were, beyond each program's first. Then, of each tile, which one its program did before
+    it; then, whether the consumers doubt it."""
     q_full, q_empty, full, empty = bars
     u = 0  # tiles of queries begun
     t = 0  # uses of the ring of keys and values
@@ -109,7 +136,7 @@ def _producer(Q, K, V, Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED: gl.
         if COUNTED:
             following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
         gl.store(Taken + 1 + tile, before)
-        t = _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN)
+        t = _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, SQUARE, PLAN)
         u += 2
         before = tile
         tile = following
@@ -117,11 +144,11 @@ def _producer(Q, K, V, Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED: gl.
         _tell(n_tiles, u + c, numbers, bars, PLAN)
         mbarrier.arrive(q_full.index(slot(u + c, PLAN.Q_SLOTS)), count=1)
     u += 2
-    tile = gl.where(unsure(tiles, 1) > 0, before, -1)
+    tile = _doubtful(gl.where(unsure(tiles, 1) > 0, before, -1), Taken, n_tiles)
     while tile >= 0:
-        t = _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, PLAN)
+        t = _feed_tile(Q, K, V, tile, u, t, numbers, tiles, bars, sizes, SQUARE, PLAN)
         u += 2
-        tile = gl.load(Taken + 1 + tile)
+        tile = _doubtful(gl.load(Taken + 1 + tile), Taken, n_tiles)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -249,7 +276,7 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
             if u >= 2:
                 free_queries(u - 2, bars, PLAN)
         b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile, None, None, sizes, PLAN)
-        begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+        begin, blocks = _blocks(m0, len_q, len_k, left, right, SQUARE, PLAN)
         first = m0 + C * ROWS
         lo = gl.zeros([ROWS, LO], gl.float32, LO_LAYOUT)
         hi = gl.zeros([ROWS, HV], gl.float32, HI_LAYOUT)
@@ -294,7 +321,9 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
                 total += gl.convert_layout(gl.sum(hi * 0.0, 1), total.type.layout)
             worst = gl.max(gl.where(total == 0.0, 0, 2), 0)
         bad = gl.maximum(bad, worst)
-        _write(results, lo, hi, reference, sums, b, h, first, heads, len_q, u, tiles, PLAN)
+        gl.store(_doubted(tile, C, Taken, n_tiles), worst)
+        if worst == 0:
+            _write(results, lo, hi, reference, sums, b, h, first, heads, len_q, u, tiles, PLAN)
         if PLAN.Q_SLOTS == 2:
             free_queries(u, bars, PLAN)
         u += 2
@@ -307,11 +336,11 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
     u += 2
 
     flags.index(C).store(gl.full([ROWS], bad, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    tile = gl.where(unsure(tiles, 4) > 0, before, -1)
+    tile = _doubtful(gl.where(unsure(tiles, 4) > 0, before, -1), Taken, n_tiles)
     while tile >= 0:
         wait_full(q_full, u, PLAN.Q_SLOTS)
         b, h, m0, start_q, start_k, len_q, len_k = tile_of(tile, None, None, sizes, PLAN)
-        begin, blocks = blocks_of(m0, len_q, len_k, left, right, PLAN)
+        begin, blocks = _blocks(m0, len_q, len_k, left, right, SQUARE, PLAN)
         first = m0 + C * ROWS
         n0 = begin + (blocks - 1) * BLOCK_N
         wait_full(full, t, LO_SLOTS)
@@ -334,10 +363,11 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
             t += 2
         lo, hi = _finish(p, lo, hi, t, tiles, bars, PLAN)
         t += 1
-        _write(results, lo, hi, m, l, b, h, first, heads, len_q, u, tiles, PLAN)
+        if gl.load(_doubted(tile, C, Taken, n_tiles)) > 0:
+            _write(results, lo, hi, m, l, b, h, first, heads, len_q, u, tiles, PLAN)
         free_queries(u, bars, PLAN)
         u += 2
-        tile = gl.load(Taken + 1 + tile)
+        tile = _doubtful(gl.load(Taken + 1 + tile), Taken, n_tiles)
     tma.store_wait(0)
 
 
@@ -374,5 +404,6 @@ def _deep_fast_kernel(Q, K, V, Out, QHi, KHi, VHi, OutHi, Sinks, Taken, Lse, hea
     gl.warp_specialize([
         (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 0, SQUARE, HOLD, PLAN)),
         (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 1, SQUARE, HOLD, PLAN)),
-        (_producer, ((Q, QHi), (K, KHi), (V, VHi), Taken, numbers, tiles, bars, sizes, n_tiles, COUNTED, PLAN)),
+        (_producer, ((Q, QHi), (K, KHi), (V, VHi), Taken, numbers, tiles, bars, sizes, n_tiles, SQUARE,
+                     COUNTED, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

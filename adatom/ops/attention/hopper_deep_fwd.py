@@ -359,9 +359,10 @@ def without_maxima(call: Call) -> Config | None:
     plain = call.x.q.dtype == torch.bfloat16 and call.o.scale > 0 and not call.generic
     plain = plain and not call.varlen and call.x.kv_lens is None and call.left < 0
     plain = plain and call.len_k >= 1024 and (call.right < 0 or square(call))
-    if not plain or call.head_dim <= 64 or 96 < max(call.head_dim, call.head_dim_v) <= 128:
+    widest = max(call.head_dim, call.head_dim_v)
+    if not plain or call.head_dim <= 64 or 96 < widest <= 128 or call.head_dim <= 96 < widest:
         return None
-    return FAST[next(d for d in FAST if max(call.head_dim, call.head_dim_v) <= d)]
+    return FAST[next(d for d in FAST if widest <= d)]
 
 
 class Fast(NamedTuple):
@@ -369,9 +370,11 @@ class Fast(NamedTuple):
 
     main: Launch
     tiles: int
+    counted: bool
 
     def __call__(self, x: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        taken = torch.zeros(1 + self.tiles, dtype=torch.int32, device=lse.device)
+        new = torch.zeros if self.counted else torch.empty
+        taken = new(1 + 3 * self.tiles, dtype=torch.int32, device=lse.device)
         given = boxed(x.q), boxed(x.k), boxed(x.v), boxed(out)
         self.main(*given, *given, x.sinks, taken, lse)
 
@@ -408,7 +411,7 @@ def fast_launch(call: Call, config: Config) -> Fast:
     heads, kv_heads, _, n_heads, _, len_q, len_k, *_ = call.counts()
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, call.right, n_tiles, call.scale)
     programs = min(n_tiles, call.device.sms)
-    return Fast(Launch(_deep_fast_kernel, programs, sizes, meta, config.spill, blocks), n_tiles)
+    return Fast(Launch(_deep_fast_kernel, programs, sizes, meta, config.spill, blocks), n_tiles, takes)
 
 
 def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | Fast:
