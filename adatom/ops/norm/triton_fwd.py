@@ -68,7 +68,7 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
                 eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                HELD: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr,
+                HELD: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr,
                 BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -151,12 +151,15 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
             if BIAS:
                 y += tl.load(Bias + n + j, mask=m_j, other=0.0).to(tl.float32)
             tl.store(Y + at + n + j, y.to(Y.dtype.element_ty), mask=m, eviction_policy="evict_first")
-    if CENTRED:
-        tl.store(Mean + i, mean, mask=m_i)
-    tl.store(Rstd + i, rstd, mask=m_i)
+    if KEEP:
+        if CENTRED:
+            tl.store(Mean + i, mean, mask=m_i)
+        tl.store(Rstd + i, rstd, mask=m_i)
 
 
-def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool) -> Launch:
+def _launch(
+    r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool, keep: bool
+) -> Launch:
     x, residual = r.tensors
     assert x is not None
     device, length, size = facts(x.device), r.length, x.element_size()
@@ -176,6 +179,7 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
         "EVEN_N": length % block == 0,
         "WHOLE": config.chunks == 1,
         "HELD": held,
+        "KEEP": keep,
         "EARLY": device.arch >= 90,
         "PIECE": 16 // size,
         "BLOCK_R": config.rows,
@@ -189,21 +193,21 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
 
 def forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-    centred: bool,
+    centred: bool, keep: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """y, h, mean and rstd; the contract is that of reference.py."""
     wide = statistics_dtype(x.dtype)
     y = x.new_empty(x.shape)
     h = None if residual is None else x.new_empty(x.shape, dtype=sum_dtype(x, residual))
-    rstd = x.new_empty(x.shape[:-1], dtype=wide)
-    mean = torch.empty_like(rstd) if centred else None
-    if x.shape[-1] == 0:
+    rstd = x.new_empty(x.shape[:-1], dtype=wide) if keep else None
+    mean = torch.empty_like(rstd) if keep and centred else None
+    if keep and x.shape[-1] == 0:
         rstd.fill_(float("nan"))
     if y.numel() == 0:
         return y, h, mean, rstd
-    options = "fwd", eps, centred, facts(x.device)
+    options = "fwd", eps, centred, keep, facts(x.device)
     launch, rows = remembered(
-        (x, residual), (weight, bias), options, lambda r: _launch(r, weight, bias, eps, centred)
+        (x, residual), (weight, bias), options, lambda r: _launch(r, weight, bias, eps, centred, keep)
     )
     launch(*rows, weight, bias, y, h, mean, rstd)
     return y, h, mean, rstd
