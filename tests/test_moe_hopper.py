@@ -14,7 +14,7 @@ from adatom.tiles.launch import observed
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.moe import hopper_products, hopper_wide  # noqa: E402
+from adatom.ops.moe import hopper_one, hopper_products, hopper_wide  # noqa: E402
 
 H100 = DEVICES[90]
 
@@ -68,7 +68,7 @@ def test_two_programs_of_the_second_kernel_share_a_multiprocessor(wide, top_k):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_a_program_of_the_second_kernel_has_room_beside_two_of_the_first(tokens):
+def test_a_program_of_the_second_kernel_has_room_beside_those_of_the_first(tokens):
     """In shared memory, of which each takes 1 KB more, and, with up to 128 registers a thread, among registers."""
     first, second = (meta for _, meta in launched(inputs(tokens))[1:])
     ring = 2 * 2 * first["STAGES"] * first["ROWS"] * first["WIDE"]

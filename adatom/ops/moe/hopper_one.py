@@ -21,9 +21,9 @@ from adatom.tiles.triton_dense import remembered
 
 async_copy = _with(_async_copy, async_load=getattr(_async_copy, "async_copy_global_to_shared", None))
 
-ROWS = 8  # of a matrix, of a program
+ROWS = 4  # of a matrix, of a program
 WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and up each
-PROGRAMS, WARPS = 2, 4  # of the first kernel on a multiprocessor, and of each of them
+PROGRAMS, WARPS = 4, 2  # of the first kernel on a multiprocessor, and of each of them
 NARROW = 256  # columns of the second kernel's boxes
 TURN = 4  # boxes that the second kernel multiplies at once: a warp each
 

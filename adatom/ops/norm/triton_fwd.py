@@ -22,7 +22,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(32, 4),
     (2, 256): Config(16, 4),
     (2, 512): Config(8, 4),
-    (2, 1024): Config(2, 4),
+    (2, 1024): Config(4, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
     (2, 8192): Config(1, 4),
@@ -40,6 +40,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
 }
 # layer norm: per_sm for rows that are held in 16 bits
 LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
+RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1)}  # RMS norm of a sum
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -163,7 +164,7 @@ def _launch(
     x, residual = r.tensors
     assert x is not None
     device, length, size = facts(x.device), r.length, x.element_size()
-    configs = LAYER if centred else CONFIGS
+    configs = LAYER if centred else CONFIGS if residual is None else RESIDUAL
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
