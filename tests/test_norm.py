@@ -248,6 +248,24 @@ def test_the_short_way_computes_the_same(norm, residual, monkeypatch):
 
 
 @pytest.mark.parametrize("norm", NORMS)
+def test_statistics_are_kept_for_a_backward_alone(norm, monkeypatch):
+    monkeypatch.setattr(signature, "ANY_DEVICE", True)
+    monkeypatch.setattr(api, "_plans", {})
+    given, kept = arguments(norm), []
+    norm(*given)
+    (plan,) = api._plans.values()
+    launch = plan.forward
+    monkeypatch.setattr(plan, "forward", lambda *args: kept.append(launch(*args)[2:]) or launch(*args))
+    norm(*given).sum().backward()
+    with torch.no_grad():
+        norm(*given)
+    norm(*(t.detach() for t in given))
+    with_backward, *without = kept
+    assert with_backward[1] is not None and (with_backward[0] is None) == (norm is adatom.rms_norm)
+    assert without == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_gradients_for_many_cotangents_take_the_long_way(norm, monkeypatch):
     """They have no addresses, which kernels need."""
     monkeypatch.setattr(signature, "ANY_DEVICE", True)

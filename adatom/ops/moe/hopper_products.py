@@ -14,7 +14,6 @@ import torch
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
 
 from adatom.device import facts
-from adatom.ops.moe.hopper_meet import meet
 from adatom.ops.moe.hopper_wide import Launch
 from adatom.ops.moe.triton_rows import lines
 from adatom.tiles.hopper import (
@@ -65,7 +64,6 @@ GRADIENT = Config(2, 64, 256, 4, 64, 1, spill=16)
 WIDE = ("A", "B")  # descriptors that fetch 256 bytes
 # rows of an expert, on average, from which on tiles are low, and consumers without rows multiply too: see `Plan.SKIP`
 MANY = 1024
-MEET = 28  # steps of k after which programs that gather the same rows wait for each other: see hopper_meet.py
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Plan:
     COLS: bool
     SKIP: bool
     GATHER: bool
-    MEET: int
     CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
@@ -190,9 +187,6 @@ def _producer(A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_s, kept_s,
                 at = gl.minimum(row + c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)), end - 1)
                 found = found + ((gl.load(Order + at) // top_k).to(gl.int64) * stride,)
         for k in range(k_tiles):
-            if PLAN.MEET:
-                if k % PLAN.MEET == 0:
-                    meet(Lines, t, (N + PLAN.OUT_N - 1) // PLAN.OUT_N, k // PLAN.MEET + 1)
             wait_empty(empty, n, STAGES)
             i = slot(n, STAGES)
             bar = full.index(i)
@@ -441,19 +435,18 @@ def _consumer(OutD, PreD, UpD, Out, Pre, Into, Order, Weights, Dots, Lines, a_s,
 @gluon.jit(do_not_specialize=["k_tiles", "pairs"])
 def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weights, Dots, Lines, Taken, Rows, N, k_tiles,
             pairs, K, top_k, stride, ACT: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, GRAD: gl.constexpr,
-            COLS: gl.constexpr, SKIP: gl.constexpr, GATHER: gl.constexpr, MEET: gl.constexpr,
-            CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-            PIECE: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr):
+            COLS: gl.constexpr, SKIP: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr,
+            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
+            BUFFERS: gl.constexpr, GROUP: gl.constexpr):
     """Out[p] = A[p] B[e]^T for the rows p of each expert e; N columns. COLS: B holds transposes.
 
     GATED: B has a gate's rows before its up's, Out = act(gate) * up, and with KEEP both go to Pre.
     GATHER: A is the tokens' rows, Rows points at it, and row p is that of pair Order[p], of top_k of each token.
-    MEET: steps of k after which programs that gather the same rows wait for each other; 0: they do not.
     GRAD: the product is v, the gradient of act(gate) * up but for the weight w of the row; with the gate and up of Pre,
     their gradients go to Into, w act(gate) up to Out, and for each tile of columns the sum of v act(gate) up to Dots.
     """
-    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, GATHER, MEET, CONSUMERS, BLOCK_M, BLOCK_N, STAGES,
-                               PIECE, BUFFERS, GROUP)
+    PLAN: gl.constexpr = _plan(ACT, GATED, KEEP, GRAD, COLS, SKIP, GATHER, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, PIECE,
+                               BUFFERS, GROUP)
     PARTS: gl.constexpr = PLAN.PARTS
     SHAPE: gl.constexpr = B.block_type.shape
     FLAT: gl.constexpr = as_matrix(B.layout)
@@ -523,7 +516,6 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
         COLS=cols,
         SKIP=pairs < MANY * b.shape[0],
         GATHER=top_k > 0,
-        MEET=MEET if top_k and below == 1 and columns <= out_n * device.sms else 0,
         CONSUMERS=config.consumers,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

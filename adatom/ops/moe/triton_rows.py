@@ -38,7 +38,6 @@ def _lines_kernel(Offsets, Lines, Taken, experts, EARLY: tl.constexpr, ROWS: tl.
         tl.store(line, e, mask=mask)
         tl.store(line + 1, row + m * ROWS, mask=mask)
         tl.store(line + 2, tl.minimum(row + (m + 1) * ROWS, end), mask=mask)
-        tl.store(line + 3, 0, mask=mask)
 
 
 def _lines_launch(tensors, rows: int) -> Launch:
@@ -48,9 +47,8 @@ def _lines_launch(tensors, rows: int) -> Launch:
 
 
 def lines(offsets: torch.Tensor, pairs: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1 + n, 4) int32: how many lines follow; then for each up to `rows` rows of an expert: the expert, the first row,
-    the end and 0, to count with. n is what there may be at most. And (4, 4) int32, zeros. offsets: (experts + 1,)
-    int32."""
+    """(1 + n, 4) int32: how many lines follow; then for each up to `rows` rows of an expert: the expert, the first row
+    and the end. n is what there may be at most. And (4, 4) int32, zeros. offsets: (experts + 1,) int32."""
     experts = offsets.shape[0] - 1
     table, taken = offsets.new_empty(1 + pairs // rows + min(experts, pairs), 4), offsets.new_empty(4, 4)
     remembered(_lines_launch, (offsets, table, taken), rows)(offsets, table, taken)
