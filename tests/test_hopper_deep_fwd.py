@@ -25,18 +25,20 @@ from test_hopper_deep import (  # noqa: E402
     shared,
 )
 
+from adatom import registry  # noqa: E402
 from adatom.device import pretend  # noqa: E402
 from adatom.ops.attention import hopper_deep_fast as fast  # noqa: E402
 from adatom.ops.attention import hopper_deep_fwd as deep  # noqa: E402
 from adatom.ops.attention import (  # noqa: E402
     hopper_deep_tiles,
     hopper_fast_tiles,
+    hopper_fwd,
     hopper_fwd_tiles,
     limits,
     reference,
 )
 from adatom.ops.attention.api import inputs_of  # noqa: E402
-from adatom.ops.attention.problem import problem  # noqa: E402
+from adatom.ops.attention.problem import empty_out, problem  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
 
 PYTHON = "clear_rows", "named_sync", "named_arrive", "as_box", "as_matrix"  # what is written for this machine
@@ -354,3 +356,23 @@ def test_what_it_takes(dims, options, word):
         x, o, _ = inputs_of(q=q, k=k, v=v, **options)
         why = limits.hopper_deep_fwd(problem(x, o))
     assert why is None if word is None else word in why
+
+
+@pytest.mark.parametrize(
+    "lengths, options",
+    [((1024, 1024), {}), ((1100, 1228), {"causal": True}), ((2048, 2048), {"window": (255, 128)}), ((512, 512), {})],
+    ids=str,
+)
+def test_every_width_has_a_launch(lengths, options):
+    """Whatever the widths, the row that takes the call knows how to launch it."""
+    rows = {"hopper": hopper_fwd, "hopper_deep": deep}
+    with pretend(H100):
+        for dim in range(8, 257, 8):
+            for dim_v in range(8, 257, 8):
+                q, k = (torch.empty(8, 8, n, dim, dtype=torch.bfloat16, device="meta") for n in lengths)
+                v = torch.empty(8, 8, lengths[1], dim_v, dtype=torch.bfloat16, device="meta")
+                x, o, _ = inputs_of(q=q, k=k, v=v, **options)
+                row = rows.get(registry.choose("attention_fwd", problem(x, o), None).backend)
+                if row is not None:
+                    plan = row._launches(x, o, empty_out(x.q, x.v))
+                    assert plan.main.programs > 0, (dim, dim_v)

@@ -317,6 +317,7 @@ COMPILE: tuple[Case, ...] = (
     ),
     *(Case(f"bf16 {d} varlen, other keys", 2, 4, 2, 500, 512, d, d, BF16, varlen=True, causal=True) for d in (64, 128)),
     Case("bf16 192 causal", 2, 4, 2, 512, 512, 192, 192, BF16, causal=True),
+    Case("bf16 64 apart causal", 2, 4, 2, 512, 512, 64, 64, BF16, layout="apart", causal=True),
     Case("f16 256x128 window kv_lens", 2, 4, 2, 512, 512, 256, 128, F16, window=(64, 32), kv_lens=True),
     Case("bf16 192x256 kv_lens causal", 2, 4, 2, 512, 512, 192, 256, BF16, kv_lens=True, causal=True),
     Case("bf16 256x192 window", 2, 4, 2, 512, 512, 256, 192, BF16, window=(64, 32)),
@@ -369,6 +370,12 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("bf16 32 rows", 64, 4, 4, 512, 512, 32, 32, BF16, bias="1hqk"),
     Case("bf16 32 rows of 1024", 16, 4, 4, 1024, 1024, 32, 32, BF16, bias="1hqk"),
     Case("bf16 32 eight rows", 8, 16, 16, 768, 768, 32, 32, BF16, bias="1hqk"),
+    *(  # so many tiles that programs take them from a counter
+        Case(f"bf16 {d} counted causal", 16, 8, 1, 1024, 1024, d, min(d, 128), BF16, causal=True)
+        for d in (64, 96, 128, 192, 256)
+    ),
+    Case("bf16 128 window of whole blocks", 4, 8, 1, 1024, 1024, 128, 128, BF16, window=(255, 128)),
+    Case("bf16 128 causal window of whole blocks", 4, 8, 1, 1024, 1024, 128, 128, BF16, window=(255, 0)),
     Case("tf32x3 32 rows", 64, 4, 4, 512, 512, 32, 32, F32, bias="1hqk"),
     Case("tf32x3 24 rows", 64, 4, 4, 525, 528, 24, 32, F32, bias="11qk"),
     Case("f16 24 rows", 64, 4, 4, 520, 528, 24, 32, F16, bias="11qk"),
