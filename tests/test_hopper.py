@@ -115,6 +115,20 @@ def test_tiles_are_counted_where_they_are_many():
     assert not plan.counted(config, many) and not plan.counted(config._replace(persistent=False), many)
 
 
+def test_heads_go_together_where_tiles_are_counted():
+    """As many at any length, shared keys or not; a window, and tiles that are not counted, keep to the model."""
+    config = plan.FAST[128, "square"][512]
+    for length in (1024, 4096, 16384):
+        call = call_of((128, 128), (length, length), batch=32768 // length, heads=16, causal=True)
+        assert plan.balance(config, call, True) == (config, 8)
+        assert plan.balance(config, call) != (config, 8)
+    assert plan.balance(config, call_of((128, 128), (65536, 65536), batch=1, heads=6, causal=True), True) == (config, 6)
+    full = call_of((128, 128), (4096, 4096), batch=8, heads=16)
+    window = call_of((128, 128), (4096, 4096), batch=8, heads=16, causal=True, window=(1023, 0))
+    for call in (full, window):
+        assert plan.balance(config, call, True) == plan.balance(config, call)
+
+
 def test_descriptors():
     """A size-1 dimension may have any stride; the box is one tile of one (batch, head)."""
     x = torch.empty(512 * 40, dtype=torch.bfloat16).as_strided((1, 1, 512, 40), (1, 3, 40, 1))

@@ -337,9 +337,9 @@ def test_what_is_known_of_packed_sequences():
 
 
 def test_three_consumers_serve_long_causal_calls():
-    """Of head_dim 64."""
-    for length, consumers in ((8192, 2), (16384, 3)):
+    """Of head_dim 64, and sooner where rows are no whole sectors."""
+    for dim, length, consumers in ((64, 8192, 2), (64, 16384, 3), (48, 8192, 2), (40, 2048, 2), (40, 4096, 3)):
         with pretend(H100):
-            q, k, v = (torch.empty(2, 32, length, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+            q, k, v = (torch.empty(2, 32, length, dim, dtype=torch.bfloat16, device="meta") for _ in range(3))
             call = Call(*inputs_of(q=q, k=k, v=v, causal=True)[:2])
         assert plan.without_maxima(call, (64, 64)).consumers == consumers

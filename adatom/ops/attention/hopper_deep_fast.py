@@ -163,11 +163,9 @@ def _told(u, numbers, bars, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, HOLD: gl.constexpr, C: gl.constexpr,
-               PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """out += p v of the block before (use t + 1 of the ring), and p of the next block of keys (use t).
-
-    HOLD: as in `hopper_fwd_fast`."""
+def _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, C: gl.constexpr, PLAN: gl.constexpr,
+               LAYOUT: gl.constexpr):
+    """out += p v of the block before (use t + 1 of the ring), and p of the next block of keys (use t)."""
     q_full, q_empty, full, empty = bars
     LO_SLOTS: gl.constexpr = PLAN.LO_SLOTS
     GROUPS: gl.constexpr = 2 if PLAN.HV > 0 else 1
@@ -176,8 +174,6 @@ def _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, HOLD: gl.conste
     s = begin_scores(u, t, tiles, PLAN.BLOCK_N, PLAN, LAYOUT)
     wait_full(full, t + 1, LO_SLOTS)
     lo, hi = begin_out(p, lo, hi, t + 1, tiles, PLAN)
-    if HOLD:
-        s = warpgroup_mma_wait(GROUPS, deps=(s,))
     named_arrive(TURN + (C + 1) % 2, 256)
     s = warpgroup_mma_wait(GROUPS, deps=(s,))
     release(empty, t, LO_SLOTS)
@@ -231,7 +227,7 @@ def _write(results, lo, hi, m, l, b, h, first, heads, len_q, u, tiles, PLAN: gl.
 
 @gluon.jit
 def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, C: gl.constexpr,
-              SQUARE: gl.constexpr, HOLD: gl.constexpr, PLAN: gl.constexpr):
+              SQUARE: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of out and lse of every tile."""
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     LO: gl.constexpr = PLAN.LO
@@ -305,7 +301,7 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
             t += 1
             rest -= 1
         for _ in range(rest):
-            p, lo, hi, l = _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, HOLD, C, PLAN, S_LAYOUT)
+            p, lo, hi, l = _sure_step(p, lo, hi, l, reference, u, t, tiles, bars, unit, C, PLAN, S_LAYOUT)
             t += 2
 
         lo, hi = _finish(p, lo, hi, t, tiles, bars, PLAN)
@@ -374,7 +370,7 @@ def _consumer(results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "n_heads", "group", "len_q", "len_k", "right", "n_tiles"])
 def _deep_fast_kernel(Q, K, V, Out, QHi, KHi, VHi, OutHi, Sinks, Taken, Lse, heads, kv_heads, n_heads, group, len_q,
                       len_k, right, n_tiles, scale, RIGHT: gl.constexpr, MASK: gl.constexpr, SINKS: gl.constexpr,
-                      SQUARE: gl.constexpr, COUNTED: gl.constexpr, HOLD: gl.constexpr, EARLY: gl.constexpr,
+                      SQUARE: gl.constexpr, COUNTED: gl.constexpr, EARLY: gl.constexpr,
                       BLOCK_N: gl.constexpr, LO: gl.constexpr, HQ: gl.constexpr, HV: gl.constexpr,
                       Q_SLOTS: gl.constexpr, LO_SLOTS: gl.constexpr, HI_SLOTS: gl.constexpr, REGISTERS: gl.constexpr):
     """Tensors come as descriptors, of 64 columns; those of the second columns, if these are fewer, by others."""
@@ -402,8 +398,8 @@ def _deep_fast_kernel(Q, K, V, Out, QHi, KHi, VHi, OutHi, Sinks, Taken, Lse, hea
     sizes = (heads, kv_heads, n_heads, group, len_q, len_k, 0, right)
     results = (Out, OutHi, Lse)
     gl.warp_specialize([
-        (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 0, SQUARE, HOLD, PLAN)),
-        (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 1, SQUARE, HOLD, PLAN)),
+        (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 0, SQUARE, PLAN)),
+        (_consumer, (results, Sinks, Taken, numbers, tiles, bars, sizes, n_tiles, scale, 1, SQUARE, PLAN)),
         (_producer, ((Q, QHi), (K, KHi), (V, VHi), Taken, numbers, tiles, bars, sizes, n_tiles, SQUARE,
                      COUNTED, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -321,9 +321,10 @@ class Config(NamedTuple):
     block_m: int = 64
 
 
+_192_FAST = Config(64, 3, 6, 6, True)
 _192 = Config(128, 2, 4, 3, True, sure=False)
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):  # whose descriptors of products leave no registers
-    _192 = Config(64, 3, 6, 6, True)
+    _192 = _192_FAST
 _256 = Config(64, 3, 4, 4, True)
 # (columns of q and k in memory, whether packed) -> queries (of packed sequences, on average) from which a tile serves:
 # tile; see docs/hopper.md
@@ -343,7 +344,7 @@ def pick(call: Call) -> Config:
 
 
 # columns of the widest of q, k and v -> tile of the kernel without maxima, which serves from 1024 keys on
-FAST = {96: Config(128, 4, 4, 4, True), 192: _192, 256: _256}
+FAST = {96: Config(128, 4, 4, 4, True), 192: _192_FAST, 256: _256}
 
 
 class Launches(NamedTuple):
@@ -382,7 +383,7 @@ class Fast(NamedTuple):
 def fast_launch(call: Call, config: Config) -> Fast:
     """The launch of the kernel without maxima, for a call that it serves."""
     takes = counted(config, call)
-    group = balance(config, call)[1]
+    group = balance(config, call, takes)[1]
     low = 128 if call.head_dim > 128 else 64
     n_tiles = call.programs(call.len_q, 128)
     meta = dict(
@@ -391,7 +392,6 @@ def fast_launch(call: Call, config: Config) -> Fast:
         SINKS=call.x.sinks is not None,
         SQUARE=call.right >= 0,
         COUNTED=takes,
-        HOLD=False,
         EARLY=True,
         BLOCK_N=config.block_n,
         LO=low,

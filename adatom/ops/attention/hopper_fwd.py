@@ -249,10 +249,8 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> Launches | hopper_dee
     without = without_maxima(call, dims)
     fast = without is not None
     chosen = without or pick(call, dims)
-    config, group = balance(chosen, call)
     takes = fast and counted(chosen, call)
-    if takes:
-        config = chosen
+    config, group = balance(chosen, call, takes)
     q_stages, bias_stages = stages(config, call, dims)
     if not q_stages:
         config = config._replace(block_n=config.block_n // 2)

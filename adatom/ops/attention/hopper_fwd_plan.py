@@ -125,10 +125,12 @@ def without_maxima(call: Call, dims: tuple[int, int]) -> Config | None:
     if call.x.q.dtype != torch.bfloat16 or dims not in ((64, 64), (128, 128)):
         return None
     kind = _kind(call)
+    length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
+    if kind == "causal" and dims[0] == 64 and call.head_dim % 16 > 0 and length >= 4096:
+        return _FAST_THREE  # rows of keys are no whole sectors of 32 bytes: larger tiles read less of them
     if kind in ("causal", "packed") and square(call):
         kind = "square" if kind == "causal" else "packed square"
     table = FAST[dims[0], kind]
-    length = call.len_k // max(call.batch, 1) if call.varlen else call.len_k
     return table[max(n for n in table if n <= length)]
 
 
@@ -150,12 +152,17 @@ def imbalance(group: int, call: Call, config: Config) -> float:
     return float(load.max() / load.double().mean())
 
 
-def balance(config: Config, call: Call) -> tuple[Config, int]:
-    """(config, how many heads go together). At most as many as fit in L2.
+_TOGETHER = 8  # heads, where tiles are counted; measured, see docs/hopper.md
+
+
+def balance(config: Config, call: Call, takes: bool = False) -> tuple[Config, int]:
+    """(config, how many heads go together). takes: whether programs take tiles from a counter.
 
     Persistent programs go through a head at a time; under a causal mask, as few as balance them: about one or two waves
     of tiles, so that memory is read evenly; of long ones, as many as balance them best. Where nothing balances them,
-    programs are not persistent. Under a window, too, all heads of a batch element go together, or all that fit in L2.
+    programs are not persistent. A counter balances any; keys and values need not all fit in L2 then, as tiles beside
+    each other read about the same of them. Under a window, all heads of a batch element go together, or all that fit in
+    L2.
     """
     most = call.counts()[4]
     if call.varlen:  # the table of tiles says what comes when
@@ -164,6 +171,8 @@ def balance(config: Config, call: Call) -> tuple[Config, int]:
         return config, most if not config.persistent else 1
     if call.left >= 0:
         return config, min((call.heads, most), key=lambda group: imbalance(group, call, config))
+    if takes:
+        return config, min(_TOGETHER, call.batch * call.heads)
     waves = call.device.sms / -(-call.len_q // (config.consumers * config.block_m))
     long = call.len_q >= 2048
     tried = []
