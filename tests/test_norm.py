@@ -65,11 +65,11 @@ def check():
     assert all(r.ok for r in results), [r for r in results if not r.ok]
 
 check()
-triton_fwd.CONFIGS = triton_fwd.LAYER = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
+triton_fwd.CONFIGS = triton_fwd.LAYER = triton_fwd.RESIDUAL = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
 triton_bwd.CONFIGS = {}
 triton_bwd_apart.SHARES = {size: (Share(512, 4, 1, 2),) for size in (2, 4)}  # no teams: programs run one by one
 check()
-triton_fwd.CONFIGS = triton_fwd.LAYER = {}
+triton_fwd.CONFIGS = triton_fwd.LAYER = triton_fwd.RESIDUAL = {}
 triton_bwd_apart.LARGEST = 0
 triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = triton_bwd.COLUMNS_BLOCK = 32
 check()
