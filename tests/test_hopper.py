@@ -296,7 +296,7 @@ def test_parts_of_dk_and_dv_are_added(size, dtype, monkeypatch):
 @pytest.mark.parametrize("programs", [1, 7, 11])
 def test_each_tile_is_taken_once_and_heads_stay_whole(programs, inside):
     heads, n_blocks = 11, 3
-    plan = SimpleNamespace(INSIDE=inside)
+    plan = SimpleNamespace(INSIDE=inside, ONCE=not inside)
     seen = []
     for program in range(programs if inside else heads * n_blocks):
         device = SimpleNamespace(
@@ -308,7 +308,7 @@ def test_each_tile_is_taken_once_and_heads_stay_whole(programs, inside):
         mine = []
         while t < heads * n_blocks:
             mine.append(t)
-            t = as_python(feed.tile_behind, gl=device)(t, n_blocks, plan)
+            t = as_python(feed.tile_behind, gl=device)(t, heads * n_blocks, n_blocks, plan)
         if inside:
             assert [t % n_blocks for t in mine] == list(range(n_blocks)) * (len(mine) // n_blocks)
         seen += mine

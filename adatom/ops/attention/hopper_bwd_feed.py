@@ -52,6 +52,8 @@ class Plan:
     VARLEN: bool
     ADDER: bool  # a warp for each consumer adds its dQ
     ORDERED: bool
+    FIRST: bool  # of the pieces of a sum of dQ, the first is stored
+    ONCE: bool  # a program has one tile
     DYNAMIC: bool
     BLOCK_M: int
     PARTS: int
@@ -151,9 +153,11 @@ def first_tile(n_blocks, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def tile_behind(t, n_blocks, PLAN: gl.constexpr):
+def tile_behind(t, n_tiles, n_blocks, PLAN: gl.constexpr):
     """The tile that a program takes after tile t if nobody hands them out: INSIDE, the next of the head."""
-    if PLAN.INSIDE:
+    if PLAN.ONCE:
+        return n_tiles
+    elif PLAN.INSIDE:
         return t + 1 + gl.where((t + 1) % n_blocks == 0, (gl.num_programs(0) - 1) * n_blocks, 0)
     else:
         return t + gl.num_programs(0)
@@ -198,15 +202,12 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     if PLAN.DYNAMIC and PLAN.ORDERED:
         t = gl.atomic_add(Taken, 1, sem="relaxed")
     while t < n_tiles:
-        following = tile_behind(t, n_blocks, PLAN)
-        if PLAN.DYNAMIC and not PLAN.ORDERED:
-            following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
-            number_s.store(gl.full([1], t, gl.int32, ONE))
+            number_s.index(i_kv).store(gl.full([1], t, gl.int32, ONE))
         load_tile(K, b, hk // splits, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
@@ -233,18 +234,23 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
                                   bias_full.index(i_bias), bias_s.index(i_bias * 2 + c))
             n += 1
         turn += 1
-        t = following
-        if PLAN.DYNAMIC and PLAN.ORDERED:  # not ahead: others wait for the tiles that it takes
+        if PLAN.DYNAMIC:  # not sooner: it is no program's as long as another may be free earlier
             t = gl.atomic_add(Taken, 1, sem="relaxed")
+            if not PLAN.ORDERED:
+                t += gl.num_programs(0)
+        else:
+            t = tile_behind(t, n_tiles, n_blocks, PLAN)
     if PLAN.DYNAMIC:  # a number that is no tile's: the end
-        wait_empty(kv_empty, turn, 1)
-        number_s.store(gl.full([1], n_tiles, gl.int32, ONE))
-        mbarrier.arrive(k_full.index(0), count=1)
+        i_kv = slot(turn, PLAN.KV_STAGES)
+        wait_empty(kv_empty, turn, PLAN.KV_STAGES)
+        number_s.index(i_kv).store(gl.full([1], n_tiles, gl.int32, ONE))
+        mbarrier.arrive(k_full.index(i_kv), count=1)
 
 
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
-    """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before."""
+    """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before. FIRST: those of the
+    first keys that visit a block are stored, the others added after them."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
@@ -255,11 +261,11 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     turn = 0
     t = gl.program_id(0)
     if PLAN.DYNAMIC:
-        wait_full(k_full, turn, 1)
-        t = number_of(number_s, 1)
+        wait_full(k_full, turn, PLAN.KV_STAGES)
+        t = number_of(number_s.index(slot(turn, PLAN.KV_STAGES)), 1)
     while t < n_tiles:
         if PLAN.DYNAMIC:
-            release(kv_empty, turn, 1)
+            release(kv_empty, turn, PLAN.KV_STAGES)
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
@@ -268,18 +274,29 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         for j in range(blocks * sharing):
             m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
-            if PLAN.ORDERED:
-                wait_turn(at, gl.where(m < before_begin + before_blocks, index, 0))
+            first_keys = (index == 0) | (m >= before_begin + before_blocks)
+            if PLAN.ORDERED or PLAN.FIRST:
+                wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
             mbarrier.wait(dq_full.index(C), n & 1)
-            tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
+            row = block * WIDE + C * (WIDE // 2)
+            if PLAN.FIRST:
+                if first_keys:
+                    tma.async_store(DQ, [row, 0], dq_s.index(C))
+                else:
+                    tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            else:
+                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(C), count=1)
             if PLAN.ORDERED:
                 pass_turn(at, index + 1)
+            if PLAN.FIRST:
+                if first_keys:
+                    pass_turn(at, 1)
             n += 1
         turn += 1
         if PLAN.DYNAMIC:
-            wait_full(k_full, turn, 1)
-            t = number_of(number_s, 1)
+            wait_full(k_full, turn, PLAN.KV_STAGES)
+            t = number_of(number_s.index(slot(turn, PLAN.KV_STAGES)), 1)
         else:
-            t += gl.num_programs(0)
+            t = tile_behind(t, n_tiles, 1, PLAN)

@@ -282,7 +282,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             if PLAN.SOFTCAP:
                 ds *= slope
             ds = ds.to(q.dtype)
-            if PLAN.INSIDE and part == 0:
+            if LATE and part == 0:
                 if j == 0:  # dK and dV of the keys before have left it
                     tma.store_wait(0)
             _keep_ds(ds, ds_s, n, part, C, PLAN)
@@ -366,7 +366,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
-    _, _, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
+    _, v_s, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
@@ -376,8 +376,8 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     turn = 0
     t = first_tile(n_blocks, PLAN)
     if PLAN.DYNAMIC and PLAN.ORDERED:
-        wait_full(k_full, turn, 1)
-        t = number_of(number_s, 4)
+        wait_full(k_full, turn, KV_STAGES)
+        t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
     while t < n_tiles:
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         span = blocks_of(n0, len_q, len_k, left, right, PLAN)
@@ -395,35 +395,38 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
         release(kv_empty, turn, KV_STAGES)
         turn += 1
-        if PLAN.ADDER:
-            mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-        if PLAN.INSIDE:  # what both have read: dS of the visit before the last
+        if PLAN.LATE:  # this consumer's part of what both have read: dS of the visit before the last
             if PLAN.TILES:
                 room = ds_s.index((n & 1) * 2 + C).reinterpret(DV.dtype, [128 // D, HALF, D], as_matrix(DV.layout))
                 place_dv, place_dk = room.index(0), room.index(1)
             else:
                 room = ds_s.index(n & 1).reinterpret(DV.dtype, [256 // D, HALF, D], as_matrix(DV.layout))
-                place_dv, place_dk = room.index(C * 2), room.index(C * 2 + 1)
+                place_dv, place_dk = room.index(C * (HALF // D)), room.index(BLOCK_N // D + C * (HALF // D))
         else:
-            tma.store_wait(0)
+            if PLAN.ADDER:
+                mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+            if not PLAN.ONCE:
+                tma.store_wait(0)
             room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
             place_dv, place_dk = room.index(0), room.index(ROOM - 1)
+            if PLAN.ONCE:  # its values are wanted no more
+                place_dv = v_s.index(i_kv * 2 + C).reinterpret(DV.dtype, [1, HALF, D], as_matrix(DV.layout)).index(0)
         row = n0 + C * HALF
         if PLAN.WIDE and not PLAN.VARLEN:  # of keys beyond kv_lens, zeros
             len_k = most_k
         _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM_V)
         dk *= scale
-        if ROOM == 1:
-            tma.store_wait(0)
+        if not PLAN.LATE and ROOM == 1:
+            tma.store_wait(1 if PLAN.ONCE else 0)
         _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)
         if PLAN.DYNAMIC:
-            wait_full(k_full, turn, 1)
-            t = number_of(number_s, 4)
+            wait_full(k_full, turn, KV_STAGES)
+            t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
         else:
-            t = tile_behind(t, n_blocks, PLAN)
+            t = tile_behind(t, n_tiles, n_blocks, PLAN)
     tma.store_wait(0)
