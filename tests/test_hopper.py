@@ -179,6 +179,27 @@ def test_the_keys_that_visit_a_block_of_queries_are_neighbours(shape):
             assert j // 128 in visits[i // block_m]
 
 
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[4] is None])
+def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
+    """Where the first piece of a sum of dQ is stored, not added, every block of queries is visited; elsewhere the sum
+    is cleared ahead."""
+    len_q, len_k, left, right, _, block_m = shape
+    q, k = (torch.empty(2, 40, n, 64 if block_m == 128 else 128, dtype=torch.bfloat16, device="meta") for n in shape[:2])
+    with pretend(H100):
+        window = (left if left >= 0 else None, right if right >= 0 else None)
+        x, o, _ = inputs_of(q=q, k=k, v=k, window=window)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, False, False)
+    first = plan.main.meta["FIRST"]
+    assert first == plan.turns == plan.before.meta["TURNS"] == (not plan.before.meta["SUM"])
+    assert not first or plan.main.meta["ADDER"]
+    visited = set()
+    for j in range(math.ceil(len_k / 128)):
+        begin, count = blocks_of(j, *shape)
+        visited |= set(range(begin, begin + count))
+    assert not first or visited >= set(range(math.ceil(len_q / block_m)))
+    assert first or len_q > len_k or block_m == 64  # there programs take tiles in turn
+
+
 @pytest.mark.parametrize("shape", SHAPES[::3])
 @pytest.mark.parametrize("sharing", [1, 3])
 def test_what_a_tile_visits(shape, sharing):
