@@ -117,7 +117,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
     PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), min(D, 64) // 2, 128], PIECE)
-    number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    number_s = gl.allocate_shared_memory(gl.int32, [4 * KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(KV_STAGES, 1)
     v_full = make_barriers(KV_STAGES, 2)
     kv_empty = make_barriers(KV_STAGES, 4 if ADDER and DYNAMIC else 2)

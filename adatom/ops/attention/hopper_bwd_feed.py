@@ -112,6 +112,17 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def tile_at(b, hk, n0, Lens, counts, PLAN: gl.constexpr):
+    """What `tile_of` says of the tile of keys n0.. of (b, hk)."""
+    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
+    stride = (len_q + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
+    if PLAN.LENS:
+        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    first = (b * kv_heads + hk) * (heads // kv_heads) * stride
+    return b, hk, n0, len_q, len_k, b * 0, b * 0, first, stride
+
+
+@gluon.jit
 def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     """(batch, head of keys, first key, queries, keys, first tokens of both, number of the first head's block 0 among
     all blocks of queries, blocks of a head) of tile t.
@@ -136,11 +147,36 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         block = r // size
         bh = first + r - block * size
         b = bh // kv_heads
-        hk = bh - b * kv_heads
-        stride = (len_q + BLOCK_M - 1) // BLOCK_M
-        if PLAN.LENS:
-            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
-        return b, hk, block * BLOCK_N, len_q, len_k, t * 0, t * 0, bh * (heads // kv_heads) * stride, stride
+        return tile_at(b, bh - b * kv_heads, block * BLOCK_N, Lens, counts, PLAN)
+
+
+@gluon.jit
+def tell(t, b, hk, n0, number_s, turn, PLAN: gl.constexpr):
+    """Leave the number of the tile that the program has taken, and where it is, for the other warps."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    i = slot(turn, PLAN.KV_STAGES) * 4
+    number_s.index(i).store(gl.full([1], t, gl.int32, ONE))
+    number_s.index(i + 1).store(gl.full([1], b, gl.int32, ONE))
+    number_s.index(i + 2).store(gl.full([1], hk, gl.int32, ONE))
+    number_s.index(i + 3).store(gl.full([1], n0, gl.int32, ONE))
+
+
+@gluon.jit
+def told(number_s, turn, WARPS: gl.constexpr, PLAN: gl.constexpr):
+    """The number of the tile that the producer took."""
+    return number_of(number_s.index(slot(turn, PLAN.KV_STAGES) * 4), WARPS)
+
+
+@gluon.jit
+def tile_told(t, number_s, turn, Order, Lens, counts, WARPS: gl.constexpr, PLAN: gl.constexpr):
+    """`tile_of` for other warps: what it divides for the producer has told, if it tells anything."""
+    if PLAN.VARLEN or not PLAN.DYNAMIC:
+        return tile_of(t, Order, Lens, counts, PLAN)
+    else:
+        i = slot(turn, PLAN.KV_STAGES) * 4
+        b = number_of(number_s.index(i + 1), WARPS)
+        hk = number_of(number_s.index(i + 2), WARPS)
+        return tile_at(b, hk, number_of(number_s.index(i + 3), WARPS), Lens, counts, PLAN)
 
 
 @gluon.jit
@@ -186,7 +222,6 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s, bias_s, _ = tiles
     repeats, bias_b, bias_h = bias_counts
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     PARTS: gl.constexpr = PLAN.PARTS
@@ -207,7 +242,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
-            number_s.index(i_kv).store(gl.full([1], t, gl.int32, ONE))
+            tell(t, b, hk, n0, number_s, turn, PLAN)
         load_tile(K, b, hk // splits, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
@@ -243,7 +278,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     if PLAN.DYNAMIC:  # a number that is no tile's: the end
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
-        number_s.index(i_kv).store(gl.full([1], n_tiles, gl.int32, ONE))
+        tell(n_tiles, 0, 0, 0, number_s, turn, PLAN)
         mbarrier.arrive(k_full.index(i_kv), count=1)
 
 
@@ -262,11 +297,12 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     t = gl.program_id(0)
     if PLAN.DYNAMIC:
         wait_full(k_full, turn, PLAN.KV_STAGES)
-        t = number_of(number_s.index(slot(turn, PLAN.KV_STAGES)), 1)
+        t = told(number_s, turn, 1, PLAN)
     while t < n_tiles:
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 1,
+                                                                             PLAN)
         if PLAN.DYNAMIC:
             release(kv_empty, turn, PLAN.KV_STAGES)
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
         index = n0 // BLOCK_N
@@ -297,6 +333,6 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         turn += 1
         if PLAN.DYNAMIC:
             wait_full(k_full, turn, PLAN.KV_STAGES)
-            t = number_of(number_s.index(slot(turn, PLAN.KV_STAGES)), 1)
+            t = told(number_s, turn, 1, PLAN)
         else:
             t = tile_behind(t, n_tiles, 1, PLAN)

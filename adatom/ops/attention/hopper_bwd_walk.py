@@ -16,11 +16,11 @@ from adatom.ops.attention.hopper_bwd_feed import (
     before_first,
     blocks_of,
     first_tile,
-    number_of,
     step,
     tile_behind,
-    tile_of,
+    tile_told,
     tiles_in_all,
+    told,
 )
 from adatom.tiles.hopper import (
     LOG2E,
@@ -375,11 +375,12 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     n = 0
     turn = 0
     t = first_tile(n_blocks, PLAN)
-    if PLAN.DYNAMIC and PLAN.ORDERED:
+    if PLAN.DYNAMIC:
         wait_full(k_full, turn, KV_STAGES)
-        t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
+        t = told(number_s, turn, 4, PLAN)
     while t < n_tiles:
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 4,
+                                                                             PLAN)
         span = blocks_of(n0, len_q, len_k, left, right, PLAN)
         place = (b, hk, n0, len_q, len_k, first, stride)
         i_kv = slot(turn, KV_STAGES)
@@ -426,7 +427,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)
         if PLAN.DYNAMIC:
             wait_full(k_full, turn, KV_STAGES)
-            t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
+            t = told(number_s, turn, 4, PLAN)
         else:
             t = tile_behind(t, n_tiles, n_blocks, PLAN)
     tma.store_wait(0)
