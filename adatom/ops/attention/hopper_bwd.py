@@ -7,11 +7,13 @@ A program owns 128 keys, each consumer 64 of them, and walks over blocks of quer
 from the last to the first; under a causal mask of a few of these heads, and what programs find for one head of keys is
 added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left
 operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128
-keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta and clears the sum, one behind rounds
-it to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one behind rounds the sum
+to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
-Programs add to dQ in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
-bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py).
+The first keys that visit a block of queries store their piece of dQ; others wait for that and add theirs in whatever
+order they come to it. That order alone varies from run to run: dK and dV repeat bit for bit, dQ but for rounding.
+ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py). Where a block may have no visitor
+the sum is cleared ahead instead.
 """
 
 from typing import NamedTuple
@@ -252,9 +254,9 @@ def _launches(
     ordered = ordered and not inside
     if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
         config = config._replace(tiles="one")
-    # every block of queries is some tile's, and no program waits for one that may not have begun
-    seen = not (lens or call.varlen) and (call.len_q <= call.len_k or not (left or right))
-    first = seen and not (inside or ordered) and config.tiles != "static"
+    # where all blocks of queries are visited, and no program waits for one that may not have begun
+    all_seen = not (lens or call.varlen) and (call.len_q <= call.len_k or not (left or right))
+    first = all_seen and not inside and config.tiles != "static"
     turns = ordered or first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
@@ -288,14 +290,13 @@ def _launches(
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
         "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else (min(dim, 64) // 2, 128),
     }  # fmt: skip
-    stages = 0
+    stages = 1
     if kind == FULL.value:
         blocks["Bias"] = (m // config.parts, n // 2)
         stages = 1 if x.bias.element_size() > 2 else 2  # type: ignore[union-attr]
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
-    # a tile's keys and values are loaded under the one before, where tiles of a bias need no room
-    kv_stages = 2 if inside or (config.late and config.tiles == "dynamic" and not (stages or dbias.sums)) else 1
+    room = config.late and kind != FULL.value and not dbias.sums  # for keys and values of the next tile
     programs = n_tiles if config.tiles == "one" else min(n_heads if inside else n_tiles, call.device.sms)
     main = Launch(
         _bwd_kernel, programs, scalars,
@@ -305,8 +306,8 @@ def _launches(
             "ADDER": turns or call.varlen, "ORDERED": ordered, "FIRST": first, "EARLY": True,
             "ONCE": config.tiles == "one", "DYNAMIC": config.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
-            "BIAS": kind, "BIAS_STAGES": max(stages, 1), "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
-            "INSIDE": inside, "KV_STAGES": kv_stages,
+            "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
+            "INSIDE": inside, "KV_STAGES": 2 if inside or room and config.tiles == "dynamic" else 1,
             "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
         },
         config.spill, blocks,

@@ -52,7 +52,7 @@ class Plan:
     VARLEN: bool
     ADDER: bool  # a warp for each consumer adds its dQ
     ORDERED: bool
-    FIRST: bool  # of the pieces of a sum of dQ, the first is stored
+    FIRST: bool  # the first piece of a sum of dQ is stored: nobody has cleared it
     ONCE: bool  # a program has one tile
     DYNAMIC: bool
     BLOCK_M: int
@@ -152,7 +152,7 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
 
 @gluon.jit
 def tell(t, b, hk, n0, number_s, turn, PLAN: gl.constexpr):
-    """Leave the number of the tile that the program has taken, and where it is, for the other warps."""
+    """Leave the number of the tile that the program took, and where that is, for the other warps."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     i = slot(turn, PLAN.KV_STAGES) * 4
     number_s.index(i).store(gl.full([1], t, gl.int32, ONE))
@@ -163,7 +163,7 @@ def tell(t, b, hk, n0, number_s, turn, PLAN: gl.constexpr):
 
 @gluon.jit
 def told(number_s, turn, WARPS: gl.constexpr, PLAN: gl.constexpr):
-    """The number of the tile that the producer took."""
+    """The number of the tile that the producer told."""
     return number_of(number_s.index(slot(turn, PLAN.KV_STAGES) * 4), WARPS)
 
 
@@ -284,8 +284,8 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
 
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
-    """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before. FIRST: those of the
-    first keys that visit a block are stored, the others added after them."""
+    """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
+    the others wait for them; ORDERED: each waits for that of the keys before."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
@@ -326,7 +326,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             mbarrier.arrive(dq_empty.index(C), count=1)
             if PLAN.ORDERED:
                 pass_turn(at, index + 1)
-            if PLAN.FIRST:
+            elif PLAN.FIRST:
                 if first_keys:
                     pass_turn(at, 1)
             n += 1
