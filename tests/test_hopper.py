@@ -184,7 +184,8 @@ def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
     """Where the first piece of a sum of dQ is stored, not added, every block of queries is visited; elsewhere the sum
     is cleared ahead."""
     len_q, len_k, left, right, _, block_m = shape
-    q, k = (torch.empty(2, 40, n, 64 if block_m == 128 else 128, dtype=torch.bfloat16, device="meta") for n in shape[:2])
+    dim = 64 if block_m == 128 else 128
+    q, k = (torch.empty(2, 40, n, dim, dtype=torch.bfloat16, device="meta") for n in (len_q, len_k))
     with pretend(H100):
         window = (left if left >= 0 else None, right if right >= 0 else None)
         x, o, _ = inputs_of(q=q, k=k, v=k, window=window)
