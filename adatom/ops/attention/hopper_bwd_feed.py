@@ -7,7 +7,8 @@ of the blocks of keys that are through with it, and waits until it is that of th
 Every tile visits its blocks in one order, all heads from the last to the first, and the blocks of each. A tile waits
 only for that of the keys before, which has a lower number, and tiles are taken by number: whoever is waited for is
 running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
-runs beside it, and how many programs there are, does not matter.
+runs beside it, and how many programs there are, does not matter. Where sums need no order, all wait for the first keys
+that visit the block, and for nobody else.
 """
 
 from dataclasses import dataclass
