@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import math
 import os
@@ -375,9 +376,9 @@ def test_the_sum_of_a_bias_skips_only_what_nobody_sees(window):
     assert skipped > 8
 
 
-def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
+def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: bool = True) -> bool:
     """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
-    in; each adds in the order of the keys."""
+    in; each adds in the order of the keys, or, not ordered, behind the first that visit the block."""
     n_n = math.ceil(shape[1] / 128)
     tiles = [(head, j) for j in range(n_n) for head in range(heads)]
     if take == "backwards":
@@ -388,11 +389,12 @@ def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
         begin, count = blocks_of(j, *shape)
         before_begin, before_count = blocks_of(j - 1, *shape)
         for m in reversed(range(begin, begin + count)):
-            awaited = j if m < before_begin + before_count else 0
-            while turns[head, m] < awaited:
+            first = j == 0 or m >= before_begin + before_count
+            while turns[head, m] < (0 if first else j if ordered else 1):
                 yield False
-            assert turns[head, m] <= j
-            turns[head, m] = j + 1
+            assert turns[head, m] <= j and (turns[head, m] == 0) == first
+            if ordered or first:
+                turns[head, m] = j + 1
             yield True
 
     while tiles or running:
@@ -409,15 +411,25 @@ def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
     return True
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("programs", [1, 2, 5, 132])
 @pytest.mark.parametrize("shape", SHAPES[::5])
-def test_programs_that_wait_for_each_other_end(shape, programs):
+def test_programs_that_wait_for_each_other_end(shape, programs, ordered):
     random.seed(0)
-    assert finishes(shape, 3, programs)
+    assert finishes(shape, 3, programs, ordered=ordered)
 
 
-def test_programs_that_wait_for_those_that_have_not_begun_do_not_end():
-    assert not finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards")
+@pytest.mark.parametrize("ordered", [True, False])
+def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(ordered):
+    assert not finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards", ordered=ordered)
+
+
+def test_whoever_hands_out_tiles_hands_out_the_first_too():
+    """A program that has not begun has no tile that others might wait for."""
+    source = inspect.getsource(feed.producer.fn)
+    taken = [line for line in source.splitlines() if "atomic_add(Taken" in line]
+    assert len(taken) == 2 and "num_programs" not in source
+    assert source.index(taken[0].strip()) < source.index("while t < n_tiles")
 
 
 def test_ordered_sums_repeat_under_load(cuda):
@@ -426,10 +438,14 @@ def test_ordered_sums_repeat_under_load(cuda):
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    for dim, causal, kv_heads in ((64, False, 8), (64, True, 2), (128, False, 2), (128, True, 8)):
+    lens = torch.tensor([1900, 1000, 77], dtype=torch.int32, device=cuda)
+    for dim, kv_heads, len_k, options in (
+        (64, 8, 1900, {}), (64, 2, 1900, {"causal": True}), (64, 8, 1900, {"causal": True, "kv_lens": lens}),
+        (128, 2, 1900, {}), (128, 8, 1900, {"causal": True}), (128, 8, 1300, {"causal": True}),
+    ):  # fmt: skip
         q, dout = (torch.randn(3, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-        k, v = (torch.randn(3, kv_heads, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-        x, o, _ = inputs_of(q, k, v, causal=causal)
+        k, v = (torch.randn(3, kv_heads, len_k, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+        x, o, _ = inputs_of(q, k, v, **options)
         out, lse = hopper_fwd.forward(x, o)
         first = hopper_bwd.backward_ordered(x, o, out, lse, dout, None, False)
         unordered = hopper_bwd.backward(x, o, out, lse, dout, None, False)[0]

@@ -32,7 +32,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
                    DLSE: tl.constexpr, SUM: tl.constexpr, TURNS: tl.constexpr, PLAIN: tl.constexpr,
                    NATURAL: tl.constexpr, BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
                    PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a block of queries: delta, lse as the backward wants it (Rows), zeros for the SUM of dQ and for the TURNS of its
+    """Of a block of queries: delta, lse as the backward wants it (Rows), zeros for the SUM of dQ and the TURNS of its
     pieces. PLAIN: delta also as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per query."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2

@@ -218,8 +218,8 @@ def number_of(number_s, WARPS: gl.constexpr):
 
 @gluon.jit
 def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, bias_counts, PLAN: gl.constexpr):
-    """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, and tells them its number.
-    ORDERED: so it does with the first, too: only programs that run have tiles."""
+    """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, the first, too, so that only
+    programs that run have tiles, and tells other warps."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s, bias_s, _ = tiles
     repeats, bias_b, bias_h = bias_counts
@@ -235,7 +235,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     n = 0
     turn = 0
     t = first_tile(n_blocks, PLAN)
-    if PLAN.DYNAMIC and PLAN.ORDERED:
+    if PLAN.DYNAMIC:  # not by the program's number: another may wait for the tile of one that has not begun
         t = gl.atomic_add(Taken, 1, sem="relaxed")
     while t < n_tiles:
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
@@ -272,8 +272,6 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         turn += 1
         if PLAN.DYNAMIC:  # not sooner: it is no program's as long as another may be free earlier
             t = gl.atomic_add(Taken, 1, sem="relaxed")
-            if not PLAN.ORDERED:
-                t += gl.num_programs(0)
         else:
             t = tile_behind(t, n_tiles, n_blocks, PLAN)
     if PLAN.DYNAMIC:  # a number that is no tile's: the end
