@@ -16,6 +16,7 @@ from adatom.ops.attention.hopper_bwd_feed import (
     before_first,
     blocks_of,
     first_tile,
+    rows_read,
     step,
     tile_behind,
     tile_told,
@@ -187,6 +188,32 @@ def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
+    """(end, low, high): query j sees key i of a consumer if i < end and j + low <= i <= j + high."""
+    start = n0 + C * HALF
+    diagonal = len_k - len_q - start
+    return len_k - start, diagonal - left, diagonal + right
+
+
+@gluon.jit
+def _masked(s, m, edges, PLAN: gl.constexpr):
+    """The scores [keys, queries] of block m, -inf where the query does not see the key. Every block is masked: a branch
+    costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
+    if PLAN.LEFT or PLAN.RIGHT or not PLAN.EVEN_N:
+        end, low, high = edges
+        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        at = m * PLAN.BLOCK_M
+        seen = i < (HALF if PLAN.EVEN_N else end)
+        if PLAN.RIGHT:
+            seen = seen & (i - (at + high) - (j & 6) <= (j & ~6))
+        if PLAN.LEFT:
+            seen = seen & (i - (at + low) - (j & 6) >= (j & ~6))
+        s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
 def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C: gl.constexpr,
           PLAN: gl.constexpr):
     """dK and dV of a consumer's keys, which lie in buffer i_kv, and its pieces of dQ, over all blocks of queries; also
@@ -226,6 +253,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
     m, h, block = before_first(hk, first, begin, sharing, stride)
     ragged = n0 + BLOCK_N > len_k
+    edges = _edges(n0, len_q, len_k, left, right, C)
     for j in range(blocks * sharing):
         before = block
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
@@ -253,7 +281,9 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 s = warpgroup_mma_wait(1, deps=(s,))
             bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
             s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
-            if LEFT or RIGHT or not PLAN.EVEN_N:
+            if PLAN.DENSE:
+                s = _masked(s, m, edges, PLAN)
+            elif LEFT or RIGHT or not PLAN.EVEN_N:
                 cut = ragged
                 if RIGHT:
                     cut |= m < whole_begin
@@ -267,7 +297,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
             p = gl.exp2(s)
             p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
-            dv = warpgroup_mma(p16, do, dv, is_async=True)
+            if not PLAN.DENSE:
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
             delta = delta_s.index(i).slice(part * PART, PART).load(QUERIES)
             if part + 1 < PARTS:  # dP, dV, S
                 q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
@@ -275,6 +306,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 dp = warpgroup_mma_wait(2, deps=(dp,))
             elif PARTS > 1:  # dK, dP, dV
                 dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
+            elif PLAN.DENSE:
+                dp = warpgroup_mma_wait(0, deps=(dp,))
             else:  # dP, dV
                 dp = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (dp - delta[None, :])
@@ -287,6 +320,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                     tma.store_wait(0)
             _keep_ds(ds, ds_s, n, part, C, PLAN)
             ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+            if PLAN.DENSE:  # not sooner: P and dS are then worked out together, in fewer registers
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
             if PLAN.SUMS:
                 dbias = gl.convert_layout(dbias, gl.DotOperandLayout(0, EIGHT, 2), assert_trivial=True)
                 sums = warpgroup_mma(dbias, ones_s.permute((1, 0)), sums, is_async=True)
@@ -306,7 +341,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             dq = _dq_product(ds_s, n, all_k, C, PLAN)
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
-            release(do_empty, n, STAGES)
+            if not PLAN.DENSE:
+                release(do_empty, n, STAGES)
             _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
         if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
             store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
@@ -314,7 +350,10 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk,))
-        release(q_empty, n, STAGES)
+        if PLAN.DENSE:
+            rows_read(n, STAGES)
+        else:
+            release(q_empty, n, STAGES)
         n += 1
         if PLAN.SUMS:
             if m == begin:  # the head's last block
