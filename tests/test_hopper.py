@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import math
 import os
@@ -26,6 +27,7 @@ pytest.importorskip("triton.experimental.gluon")
 from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
 from adatom.ops.attention import hopper_bwd_bias as bias_pass  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
+from adatom.ops.attention import hopper_bwd_walk as walk  # noqa: E402
 from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
 from adatom.ops.attention.triton_call import Call  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
@@ -193,6 +195,28 @@ def test_the_keys_that_visit_a_block_of_queries_are_neighbours(shape):
             assert j // 128 in visits[i // block_m]
 
 
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[4] is None])
+def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
+    """Where the first piece of a sum of dQ is stored, not added, every block of queries is visited; elsewhere the sum
+    is cleared ahead."""
+    len_q, len_k, left, right, _, block_m = shape
+    dim = 64 if block_m == 128 else 128
+    q, k = (torch.empty(2, 40, n, dim, dtype=torch.bfloat16, device="meta") for n in (len_q, len_k))
+    with pretend(H100):
+        window = (left if left >= 0 else None, right if right >= 0 else None)
+        x, o, _ = inputs_of(q=q, k=k, v=k, window=window)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, False, False)
+    first = plan.main.meta["FIRST"]
+    assert first == plan.turns == plan.before.meta["TURNS"] == (not plan.before.meta["SUM"])
+    assert not first or plan.main.meta["ADDER"]
+    visited = set()
+    for j in range(math.ceil(len_k / 128)):
+        begin, count = blocks_of(j, *shape)
+        visited |= set(range(begin, begin + count))
+    assert not first or visited >= set(range(math.ceil(len_q / block_m)))
+    assert first or len_q > len_k or block_m == 64  # there programs take tiles in turn
+
+
 @pytest.mark.parametrize("shape", SHAPES[::3])
 @pytest.mark.parametrize("sharing", [1, 3])
 def test_what_a_tile_visits(shape, sharing):
@@ -310,7 +334,7 @@ def test_parts_of_dk_and_dv_are_added(size, dtype, monkeypatch):
 @pytest.mark.parametrize("programs", [1, 7, 11])
 def test_each_tile_is_taken_once_and_heads_stay_whole(programs, inside):
     heads, n_blocks = 11, 3
-    plan = SimpleNamespace(INSIDE=inside)
+    plan = SimpleNamespace(INSIDE=inside, ONCE=not inside)
     seen = []
     for program in range(programs if inside else heads * n_blocks):
         device = SimpleNamespace(
@@ -322,7 +346,7 @@ def test_each_tile_is_taken_once_and_heads_stay_whole(programs, inside):
         mine = []
         while t < heads * n_blocks:
             mine.append(t)
-            t = as_python(feed.tile_behind, gl=device)(t, n_blocks, plan)
+            t = as_python(feed.tile_behind, gl=device)(t, heads * n_blocks, n_blocks, plan)
         if inside:
             assert [t % n_blocks for t in mine] == list(range(n_blocks)) * (len(mine) // n_blocks)
         seen += mine
@@ -367,9 +391,9 @@ def test_the_sum_of_a_bias_skips_only_what_nobody_sees(window):
     assert skipped > 8
 
 
-def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
+def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: bool = True) -> bool:
     """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
-    in; each adds in the order of the keys."""
+    in; each adds in the order of the keys, or, not ordered, behind the first that visit the block."""
     n_n = math.ceil(shape[1] / 128)
     tiles = [(head, j) for j in range(n_n) for head in range(heads)]
     if take == "backwards":
@@ -380,36 +404,70 @@ def finishes(shape, heads: int, programs: int, take: str = "in order") -> bool:
         begin, count = blocks_of(j, *shape)
         before_begin, before_count = blocks_of(j - 1, *shape)
         for m in reversed(range(begin, begin + count)):
-            awaited = j if m < before_begin + before_count else 0
-            while turns[head, m] < awaited:
+            first = j == 0 or m >= before_begin + before_count
+            while turns[head, m] < (0 if first else j if ordered else 1):
                 yield False
-            assert turns[head, m] <= j
-            turns[head, m] = j + 1
+            assert turns[head, m] <= j and (turns[head, m] == 0) == first
+            if ordered or first:
+                turns[head, m] = j + 1
             yield True
 
     while tiles or running:
         while tiles and len(running) < programs:
             running.append(steps(*tiles.pop(0)))
         moved, left = False, []
-        for walk in random.sample(running, len(running)):
-            done = next(walk, None)
+        for walker in random.sample(running, len(running)):
+            done = next(walker, None)
             moved |= done is not False
-            left += [] if done is None else [walk]
+            left += [] if done is None else [walker]
         if not moved:
             return False
         running = left
     return True
 
 
+@pytest.mark.parametrize("sides", [(-1, -1), (-1, 0), (200, 0), (130, 30), (-1, 77), (150, -1)])
+@pytest.mark.parametrize("lengths", [(640, 640), (300, 1000), (1000, 300)])
+def test_masks_without_a_branch(lengths, sides):
+    """Under a causal mask at head_dim 128 every block is masked, by numbers that split a query's place in two."""
+    (len_q, len_k), (left, right) = lengths, sides
+    tensors = SimpleNamespace(
+        arange=lambda begin, end, layout: torch.arange(begin, end),
+        SliceLayout=lambda *_: None,
+        where=lambda seen, *_: seen,
+    )
+    masked, edges = as_python(walk._masked, gl=tensors, HALF=64), as_python(walk._edges, HALF=64)
+    scores = SimpleNamespace(type=SimpleNamespace(layout=None))
+    plan = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, EVEN_N=len_k % 128 == 0, BLOCK_M=64)
+    for n0, c, m in itertools.product(range(0, len_k, 128), (0, 1), range(math.ceil(len_q / 64))):
+        key = torch.arange(64)[:, None] + n0 + c * 64
+        at = torch.arange(64) + m * 64 + len_k - len_q
+        seen = (key < len_k) & (key > at - left - 1 if left >= 0 else at == at)
+        seen &= key <= at + right if right >= 0 else at == at
+        if plan.LEFT or plan.RIGHT or not plan.EVEN_N:
+            got = masked(scores, m, edges(n0, len_q, len_k, left, right, c), plan)
+            assert torch.equal(got.expand(64, 64), seen)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("programs", [1, 2, 5, 132])
 @pytest.mark.parametrize("shape", SHAPES[::5])
-def test_programs_that_wait_for_each_other_end(shape, programs):
+def test_programs_that_wait_for_each_other_end(shape, programs, ordered):
     random.seed(0)
-    assert finishes(shape, 3, programs)
+    assert finishes(shape, 3, programs, ordered=ordered)
 
 
-def test_programs_that_wait_for_those_that_have_not_begun_do_not_end():
-    assert not finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards")
+@pytest.mark.parametrize("ordered", [True, False])
+def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(ordered):
+    assert not finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards", ordered=ordered)
+
+
+def test_whoever_hands_out_tiles_hands_out_the_first_too():
+    """A program that has not begun has no tile that others might wait for."""
+    source = inspect.getsource(feed.producer.fn)
+    taken = [line for line in source.splitlines() if "atomic_add(Taken" in line]
+    assert len(taken) == 2 and "num_programs" not in source
+    assert source.index(taken[0].strip()) < source.index("while t < n_tiles")
 
 
 def test_ordered_sums_repeat_under_load(cuda):
@@ -418,10 +476,14 @@ def test_ordered_sums_repeat_under_load(cuda):
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    for dim, causal, kv_heads in ((64, False, 8), (64, True, 2), (128, False, 2), (128, True, 8)):
+    lens = torch.tensor([1900, 1000, 77], dtype=torch.int32, device=cuda)
+    for dim, kv_heads, len_k, options in (
+        (64, 8, 1900, {}), (64, 2, 1900, {"causal": True}), (64, 8, 1900, {"causal": True, "kv_lens": lens}),
+        (128, 2, 1900, {}), (128, 8, 1900, {"causal": True}), (128, 8, 1300, {"causal": True}),
+    ):  # fmt: skip
         q, dout = (torch.randn(3, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-        k, v = (torch.randn(3, kv_heads, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-        x, o, _ = inputs_of(q, k, v, causal=causal)
+        k, v = (torch.randn(3, kv_heads, len_k, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+        x, o, _ = inputs_of(q, k, v, **options)
         out, lse = hopper_fwd.forward(x, o)
         first = hopper_bwd.backward_ordered(x, o, out, lse, dout, None, False)
         unordered = hopper_bwd.backward(x, o, out, lse, dout, None, False)[0]

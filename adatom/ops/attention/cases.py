@@ -254,6 +254,8 @@ GPU: tuple[Case, ...] = (
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
     # so many tiles that Hopper's backward is the fastest
     Case("many", 4, 16, 16, 1024, 1024, 64, 64, BF16),
+    Case("many 32", 4, 16, 16, 1024, 1024, 32, 24, BF16),
+    Case("many 32, window", 4, 16, 16, 1200, 1300, 32, 32, BF16, window=(900, 300)),
     Case("many causal", 4, 16, 8, 1024, 1100, 128, 128, BF16, causal=True),
     Case("many odd f16", 3, 20, 20, 777, 1001, 96, 80, F16, softcap=10.0),
     Case("many odd causal", 4, 16, 16, 1130, 1077, 40, 64, BF16, causal=True, sinks=True, layout="bshd"),

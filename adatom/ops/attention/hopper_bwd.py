@@ -7,11 +7,13 @@ A program owns 128 keys, each consumer 64 of them, and walks over blocks of quer
 from the last to the first; under a causal mask of a few of these heads, and what programs find for one head of keys is
 added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left
 operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128
-keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta and clears the sum, one behind rounds
-it to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one behind rounds the sum
+to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
-Programs add to dQ in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
-bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py).
+The first keys that visit a block of queries store their piece of dQ; others wait for that and add theirs in whatever
+order they come to it. That order alone varies from run to run: dK and dV repeat bit for bit, dQ but for rounding.
+ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py). Where a block may have no visitor
+the sum is cleared ahead instead.
 """
 
 from typing import NamedTuple
@@ -87,11 +89,11 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles, scale, softcap,
                 D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr,
-                VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, EARLY: gl.constexpr,
-                DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-                RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
-                TILES: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
-                KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr,
+                EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr,
+                PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr,
+                BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, SUMS: gl.constexpr,
+                WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -105,8 +107,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS,
-                                   WIDE, INSIDE, KV_STAGES)
+                                   FIRST, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES,
+                                   TILES, SUMS, WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -117,7 +119,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
     PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), min(D, 64) // 2, 128], PIECE)
-    number_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    number_s = gl.allocate_shared_memory(gl.int32, [4 * KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(KV_STAGES, 1)
     v_full = make_barriers(KV_STAGES, 2)
     kv_empty = make_barriers(KV_STAGES, 4 if ADDER and DYNAMIC else 2)
@@ -205,7 +207,7 @@ class Launches(NamedTuple):
     blocks: int  # of queries, of all heads
     block_m: int
     sums: int  # lines of 128 numbers of the sum of dQ
-    ordered: bool  # programs wait for each other
+    turns: bool  # programs wait for each other
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
@@ -252,13 +254,17 @@ def _launches(
     ordered = ordered and not inside
     if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
         config = config._replace(tiles="one")
+    # where all blocks of queries are visited, and no program waits for one that may not have begun
+    all_seen = not (lens or call.varlen) and (call.len_q <= call.len_k or not (left or right))
+    first = all_seen and not inside and config.tiles != "static"
+    turns = ordered or first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, SUM=not inside, ORDERED=ordered, PLAIN=plain,
-                          NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
+    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, SUM=not (inside or first), TURNS=turns,
+                          PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
@@ -271,6 +277,8 @@ def _launches(
     group = max(1, min(n_heads, max(together // call.len_q, least)))
     if inside:
         group = 1
+    elif right and not call.varlen and not ordered:  # equal groups if there can be: of a short last one few tiles end
+        group = next((g for g in range(group, group // 2, -1) if n_heads % g == 0), group)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         *call.strides(dk)[1:], *call.strides(dv)[1:], stride_bb, stride_bh, stride_bn,
@@ -288,17 +296,18 @@ def _launches(
         stages = 1 if x.bias.element_size() > 2 else 2  # type: ignore[union-attr]
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
+    room = config.late and kind != FULL.value and not dbias.sums  # for keys and values of the next tile
     programs = n_tiles if config.tiles == "one" else min(n_heads if inside else n_tiles, call.device.sms)
     main = Launch(
         _bwd_kernel, programs, scalars,
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
-            "ADDER": ordered or call.varlen, "ORDERED": ordered, "EARLY": True,
-            "DYNAMIC": config.tiles == "dynamic" and not inside, "BLOCK_M": m,
+            "ADDER": turns or call.varlen, "ORDERED": ordered, "FIRST": first, "EARLY": True,
+            "ONCE": config.tiles == "one", "DYNAMIC": config.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
-            "INSIDE": inside, "KV_STAGES": 2 if inside else 1,
+            "INSIDE": inside, "KV_STAGES": 2 if inside or room and config.tiles == "dynamic" else 1,
             "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
         },
         config.spill, blocks,
@@ -307,7 +316,7 @@ def _launches(
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
     sums = 0 if inside else n_blocks * m * dim // 128
-    return Launches(table, before, main, None if inside else behind, lines, n_blocks, m, sums, ordered, dbias, plain,
+    return Launches(table, before, main, None if inside else behind, lines, n_blocks, m, sums, turns, dbias, plain,
                     splits)
 
 
@@ -322,7 +331,7 @@ def _backward(
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
     total = empty((plan.sums, 128), lse) if plan.behind else None
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
-    turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if plan.ordered else None
+    turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if plan.turns else None
     order, bias = None, x.bias
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)

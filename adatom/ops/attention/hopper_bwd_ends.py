@@ -29,11 +29,11 @@ def _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN: tl.constexpr, BLOCK_
 def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, Cu, Bias, stride_ob, stride_oh,
                    stride_om, stride_gb, stride_gh, stride_gm, stride_bb, stride_bh, stride_bm, repeats, heads, len_q,
                    n_m, n_sequences, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr,
-                   DLSE: tl.constexpr, SUM: tl.constexpr, ORDERED: tl.constexpr, PLAIN: tl.constexpr,
+                   DLSE: tl.constexpr, SUM: tl.constexpr, TURNS: tl.constexpr, PLAIN: tl.constexpr,
                    NATURAL: tl.constexpr, BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
                    PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a block of queries: delta, lse as the backward wants it (Rows), and for the SUM of dQ zeros. PLAIN: delta also
-    as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per query."""
+    """Of a block of queries: delta, lse as the backward wants it (Rows), zeros for the SUM of dQ and the TURNS of its
+    pieces. PLAIN: delta also as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per query."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     b, h, m0, length, start, row = _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
@@ -43,7 +43,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
     at_padded = tl.cast(pid, tl.int64) * BLOCK_M + i
     if pid == 0:
         tl.store(Taken, 0)
-    if ORDERED:
+    if TURNS:
         tl.store(Turns + pid * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     if SUM:
         zeros = tl.arange(0, BLOCK_M * D)
@@ -102,7 +102,7 @@ def ends(
     call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, **meta: bool
 ) -> tuple[Launch, Launch]:
     """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; meta:
-    DLSE, SUM, ORDERED, PLAIN, NATURAL and BIAS of the one before."""
+    DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     sizes = (call.heads, call.len_q, n_m, call.batch)

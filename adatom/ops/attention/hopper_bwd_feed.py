@@ -7,7 +7,8 @@ of the blocks of keys that are through with it, and waits until it is that of th
 Every tile visits its blocks in one order, all heads from the last to the first, and the blocks of each. A tile waits
 only for that of the keys before, which has a lower number, and tiles are taken by number: whoever is waited for is
 running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
-runs beside it, and how many programs there are, does not matter.
+runs beside it, and how many programs there are, does not matter. Where sums need no order, all wait for the first keys
+that visit the block, and for nobody else.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ NONE = gl.constexpr(0)  # what a bias depends on
 KEY = gl.constexpr(1)
 QUERY = gl.constexpr(2)
 FULL = gl.constexpr(3)
+ROWS_READ = gl.constexpr(9)  # number of a named barrier: consumers have read the first buffer of queries and dO
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Plan:
     VARLEN: bool
     ADDER: bool  # a warp for each consumer adds its dQ
     ORDERED: bool
+    FIRST: bool  # the first piece of a sum of dQ is stored: nobody has cleared it
+    ONCE: bool  # a program has one tile
     DYNAMIC: bool
     BLOCK_M: int
     PARTS: int
@@ -66,10 +70,36 @@ class Plan:
     INSIDE: int  # a program has whole heads and sums their dQ, so many blocks of queries, in shared memory; or 0
     KV_STAGES: int
 
+    @property
+    def DENSE(self) -> bool:
+        """Whether every block is masked, without a branch, dV is multiplied behind dS, and consumers free queries and
+        dO at named barriers: what is fastest under a causal mask; not timed under a window."""
+        return self.D > 64 and self.RIGHT and not self.LEFT
+
 
 @gluon.constexpr_function
 def make_plan(*fields):
     return Plan(*fields)
+
+
+_ARRIVE = gl.constexpr("bar.arrive $1, 288; mov.u32 $0, 0;")
+_SYNC = gl.constexpr("bar.sync $1, 288; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def rows_read(n, STAGES: gl.constexpr):
+    """DENSE: say that this consumer has read queries and dO of visit n. Each of its warps says so for itself:
+    for a barrier in memory they would first meet."""
+    number = ROWS_READ + slot(n, STAGES)
+    gl.inline_asm_elementwise(_ARRIVE, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_rows_read(n, STAGES: gl.constexpr):
+    """Wait until both consumers have read what lies where queries and dO of visit n will lie."""
+    if n >= STAGES:
+        number = ROWS_READ + slot(n, STAGES)
+        gl.inline_asm_elementwise(_SYNC, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -110,6 +140,17 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def tile_at(b, hk, n0, Lens, counts, PLAN: gl.constexpr):
+    """What `tile_of` says of the tile of keys n0.. of (b, hk)."""
+    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
+    stride = (len_q + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
+    if PLAN.LENS:
+        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    first = (b * kv_heads + hk) * (heads // kv_heads) * stride
+    return b, hk, n0, len_q, len_k, b * 0, b * 0, first, stride
+
+
+@gluon.jit
 def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     """(batch, head of keys, first key, queries, keys, first tokens of both, number of the first head's block 0 among
     all blocks of queries, blocks of a head) of tile t.
@@ -134,11 +175,36 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         block = r // size
         bh = first + r - block * size
         b = bh // kv_heads
-        hk = bh - b * kv_heads
-        stride = (len_q + BLOCK_M - 1) // BLOCK_M
-        if PLAN.LENS:
-            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
-        return b, hk, block * BLOCK_N, len_q, len_k, t * 0, t * 0, bh * (heads // kv_heads) * stride, stride
+        return tile_at(b, bh - b * kv_heads, block * BLOCK_N, Lens, counts, PLAN)
+
+
+@gluon.jit
+def tell(t, b, hk, n0, number_s, turn, PLAN: gl.constexpr):
+    """Leave the number of the tile that the program took, and where that is, for the other warps."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    i = slot(turn, PLAN.KV_STAGES) * 4
+    number_s.index(i).store(gl.full([1], t, gl.int32, ONE))
+    number_s.index(i + 1).store(gl.full([1], b, gl.int32, ONE))
+    number_s.index(i + 2).store(gl.full([1], hk, gl.int32, ONE))
+    number_s.index(i + 3).store(gl.full([1], n0, gl.int32, ONE))
+
+
+@gluon.jit
+def told(number_s, turn, WARPS: gl.constexpr, PLAN: gl.constexpr):
+    """The number of the tile that the producer told."""
+    return number_of(number_s.index(slot(turn, PLAN.KV_STAGES) * 4), WARPS)
+
+
+@gluon.jit
+def tile_told(t, number_s, turn, Order, Lens, counts, WARPS: gl.constexpr, PLAN: gl.constexpr):
+    """`tile_of` for other warps: what it divides for the producer has told, if it tells anything."""
+    if PLAN.VARLEN or not PLAN.DYNAMIC:
+        return tile_of(t, Order, Lens, counts, PLAN)
+    else:
+        i = slot(turn, PLAN.KV_STAGES) * 4
+        b = number_of(number_s.index(i + 1), WARPS)
+        hk = number_of(number_s.index(i + 2), WARPS)
+        return tile_at(b, hk, number_of(number_s.index(i + 3), WARPS), Lens, counts, PLAN)
 
 
 @gluon.jit
@@ -151,9 +217,11 @@ def first_tile(n_blocks, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def tile_behind(t, n_blocks, PLAN: gl.constexpr):
+def tile_behind(t, n_tiles, n_blocks, PLAN: gl.constexpr):
     """The tile that a program takes after tile t if nobody hands them out: INSIDE, the next of the head."""
-    if PLAN.INSIDE:
+    if PLAN.ONCE:
+        return n_tiles
+    elif PLAN.INSIDE:
         return t + 1 + gl.where((t + 1) % n_blocks == 0, (gl.num_programs(0) - 1) * n_blocks, 0)
     else:
         return t + gl.num_programs(0)
@@ -177,12 +245,11 @@ def number_of(number_s, WARPS: gl.constexpr):
 
 @gluon.jit
 def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, bias_counts, PLAN: gl.constexpr):
-    """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, and tells them its number.
-    ORDERED: so it does with the first, too: only programs that run have tiles."""
+    """Loads tiles for the consumers. DYNAMIC: takes the next tile that no program took, the first, too, so that only
+    programs that run have tiles, and tells other warps."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, _ds_s, _dq_s, number_s, bias_s, _ = tiles
     repeats, bias_b, bias_h = bias_counts
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     PARTS: gl.constexpr = PLAN.PARTS
@@ -195,32 +262,33 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     n = 0
     turn = 0
     t = first_tile(n_blocks, PLAN)
-    if PLAN.DYNAMIC and PLAN.ORDERED:
+    if PLAN.DYNAMIC:  # not by the program's number: another may wait for the tile of one that has not begun
         t = gl.atomic_add(Taken, 1, sem="relaxed")
     while t < n_tiles:
-        following = tile_behind(t, n_blocks, PLAN)
-        if PLAN.DYNAMIC and not PLAN.ORDERED:
-            following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
-            number_s.store(gl.full([1], t, gl.int32, ONE))
+            tell(t, b, hk, n0, number_s, turn, PLAN)
         load_tile(K, b, hk // splits, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_first(hk, first, begin, sharing, stride)
         for j in range(blocks * sharing):
             m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
             i = slot(n, STAGES)
             row = block * BLOCK_M
-            wait_empty(q_empty, n, STAGES)
+            if PLAN.DENSE:
+                wait_rows_read(n, STAGES)
+            else:
+                wait_empty(q_empty, n, STAGES)
             load_tile_and_numbers(Q, b, h, start_q + m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i),
                                   lse_s.index(i))
             if j == 0:
                 for c in gl.static_range(2):
                     load_tile(V, b, hk // splits, start_k + n0 + c * HALF, 0, v_full.index(i_kv),
                               v_s.index(i_kv * 2 + c))
-            wait_empty(do_empty, n, STAGES)
+            if not PLAN.DENSE:
+                wait_empty(do_empty, n, STAGES)
             load_tile_and_numbers(DOut, b, h, start_q + m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                   delta_s.index(i))
             if PLAN.BIAS == FULL:
@@ -233,18 +301,21 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
                                   bias_full.index(i_bias), bias_s.index(i_bias * 2 + c))
             n += 1
         turn += 1
-        t = following
-        if PLAN.DYNAMIC and PLAN.ORDERED:  # not ahead: others wait for the tiles that it takes
+        if PLAN.DYNAMIC:  # not sooner: it is no program's as long as another may be free earlier
             t = gl.atomic_add(Taken, 1, sem="relaxed")
+        else:
+            t = tile_behind(t, n_tiles, n_blocks, PLAN)
     if PLAN.DYNAMIC:  # a number that is no tile's: the end
-        wait_empty(kv_empty, turn, 1)
-        number_s.store(gl.full([1], n_tiles, gl.int32, ONE))
-        mbarrier.arrive(k_full.index(0), count=1)
+        i_kv = slot(turn, PLAN.KV_STAGES)
+        wait_empty(kv_empty, turn, PLAN.KV_STAGES)
+        tell(n_tiles, 0, 0, 0, number_s, turn, PLAN)
+        mbarrier.arrive(k_full.index(i_kv), count=1)
 
 
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
-    """Adds the pieces of dQ of consumer C to the sum; ORDERED: each after that of the keys before."""
+    """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
+    the others wait for them; ORDERED: each waits for that of the keys before."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
@@ -255,12 +326,13 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     turn = 0
     t = gl.program_id(0)
     if PLAN.DYNAMIC:
-        wait_full(k_full, turn, 1)
-        t = number_of(number_s, 1)
+        wait_full(k_full, turn, PLAN.KV_STAGES)
+        t = told(number_s, turn, 1, PLAN)
     while t < n_tiles:
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 1,
+                                                                             PLAN)
         if PLAN.DYNAMIC:
-            release(kv_empty, turn, 1)
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+            release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
         index = n0 // BLOCK_N
@@ -268,18 +340,29 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         for j in range(blocks * sharing):
             m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
-            if PLAN.ORDERED:
-                wait_turn(at, gl.where(m < before_begin + before_blocks, index, 0))
+            first_keys = (index == 0) | (m >= before_begin + before_blocks)
+            if PLAN.ORDERED or PLAN.FIRST:
+                wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
             mbarrier.wait(dq_full.index(C), n & 1)
-            tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
+            row = block * WIDE + C * (WIDE // 2)
+            if PLAN.FIRST:
+                if first_keys:
+                    tma.async_store(DQ, [row, 0], dq_s.index(C))
+                else:
+                    tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            else:
+                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(C), count=1)
             if PLAN.ORDERED:
                 pass_turn(at, index + 1)
+            elif PLAN.FIRST:
+                if first_keys:
+                    pass_turn(at, 1)
             n += 1
         turn += 1
         if PLAN.DYNAMIC:
-            wait_full(k_full, turn, 1)
-            t = number_of(number_s, 1)
+            wait_full(k_full, turn, PLAN.KV_STAGES)
+            t = told(number_s, turn, 1, PLAN)
         else:
-            t += gl.num_programs(0)
+            t = tile_behind(t, n_tiles, 1, PLAN)

@@ -16,11 +16,12 @@ from adatom.ops.attention.hopper_bwd_feed import (
     before_first,
     blocks_of,
     first_tile,
-    number_of,
+    rows_read,
     step,
     tile_behind,
-    tile_of,
+    tile_told,
     tiles_in_all,
+    told,
 )
 from adatom.tiles.hopper import (
     LOG2E,
@@ -187,6 +188,32 @@ def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
+    """(end, low, high): query j sees key i of a consumer if i < end and j + low <= i <= j + high."""
+    start = n0 + C * HALF
+    diagonal = len_k - len_q - start
+    return len_k - start, diagonal - left, diagonal + right
+
+
+@gluon.jit
+def _masked(s, m, edges, PLAN: gl.constexpr):
+    """The scores [keys, queries] of block m, -inf where the query does not see the key. Every block is masked: a branch
+    costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
+    if PLAN.LEFT or PLAN.RIGHT or not PLAN.EVEN_N:
+        end, low, high = edges
+        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        at = m * PLAN.BLOCK_M
+        seen = i < (HALF if PLAN.EVEN_N else end)
+        if PLAN.RIGHT:
+            seen = seen & (i - (at + high) - (j & 6) <= (j & ~6))
+        if PLAN.LEFT:
+            seen = seen & (i - (at + low) - (j & 6) >= (j & ~6))
+        s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
 def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C: gl.constexpr,
           PLAN: gl.constexpr):
     """dK and dV of a consumer's keys, which lie in buffer i_kv, and its pieces of dQ, over all blocks of queries; also
@@ -226,6 +253,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
     m, h, block = before_first(hk, first, begin, sharing, stride)
     ragged = n0 + BLOCK_N > len_k
+    edges = _edges(n0, len_q, len_k, left, right, C)
     for j in range(blocks * sharing):
         before = block
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
@@ -253,7 +281,9 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 s = warpgroup_mma_wait(1, deps=(s,))
             bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
             s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
-            if LEFT or RIGHT or not PLAN.EVEN_N:
+            if PLAN.DENSE:
+                s = _masked(s, m, edges, PLAN)
+            elif LEFT or RIGHT or not PLAN.EVEN_N:
                 cut = ragged
                 if RIGHT:
                     cut |= m < whole_begin
@@ -267,7 +297,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
             p = gl.exp2(s)
             p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
-            dv = warpgroup_mma(p16, do, dv, is_async=True)
+            if not PLAN.DENSE:
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
             delta = delta_s.index(i).slice(part * PART, PART).load(QUERIES)
             if part + 1 < PARTS:  # dP, dV, S
                 q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
@@ -275,6 +306,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 dp = warpgroup_mma_wait(2, deps=(dp,))
             elif PARTS > 1:  # dK, dP, dV
                 dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
+            elif PLAN.DENSE:
+                dp = warpgroup_mma_wait(0, deps=(dp,))
             else:  # dP, dV
                 dp = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (dp - delta[None, :])
@@ -282,11 +315,13 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             if PLAN.SOFTCAP:
                 ds *= slope
             ds = ds.to(q.dtype)
-            if PLAN.INSIDE and part == 0:
+            if LATE and part == 0:
                 if j == 0:  # dK and dV of the keys before have left it
                     tma.store_wait(0)
             _keep_ds(ds, ds_s, n, part, C, PLAN)
             ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+            if PLAN.DENSE:  # not sooner: P and dS are then worked out together, in fewer registers
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
             if PLAN.SUMS:
                 dbias = gl.convert_layout(dbias, gl.DotOperandLayout(0, EIGHT, 2), assert_trivial=True)
                 sums = warpgroup_mma(dbias, ones_s.permute((1, 0)), sums, is_async=True)
@@ -306,7 +341,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             dq = _dq_product(ds_s, n, all_k, C, PLAN)
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
-            release(do_empty, n, STAGES)
+            if not PLAN.DENSE:
+                release(do_empty, n, STAGES)
             _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
         if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
             store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
@@ -314,7 +350,10 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk,))
-        release(q_empty, n, STAGES)
+        if PLAN.DENSE:
+            rows_read(n, STAGES)
+        else:
+            release(q_empty, n, STAGES)
         n += 1
         if PLAN.SUMS:
             if m == begin:  # the head's last block
@@ -366,7 +405,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
-    _, _, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
+    _, v_s, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
@@ -375,11 +414,12 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     n = 0
     turn = 0
     t = first_tile(n_blocks, PLAN)
-    if PLAN.DYNAMIC and PLAN.ORDERED:
-        wait_full(k_full, turn, 1)
-        t = number_of(number_s, 4)
+    if PLAN.DYNAMIC:
+        wait_full(k_full, turn, KV_STAGES)
+        t = told(number_s, turn, 4, PLAN)
     while t < n_tiles:
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 4,
+                                                                             PLAN)
         span = blocks_of(n0, len_q, len_k, left, right, PLAN)
         place = (b, hk, n0, len_q, len_k, first, stride)
         i_kv = slot(turn, KV_STAGES)
@@ -395,35 +435,38 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
         release(kv_empty, turn, KV_STAGES)
         turn += 1
-        if PLAN.ADDER:
-            mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-        if PLAN.INSIDE:  # what both have read: dS of the visit before the last
+        if PLAN.LATE:  # this consumer's part of what both have read: dS of the visit before the last
             if PLAN.TILES:
                 room = ds_s.index((n & 1) * 2 + C).reinterpret(DV.dtype, [128 // D, HALF, D], as_matrix(DV.layout))
                 place_dv, place_dk = room.index(0), room.index(1)
             else:
                 room = ds_s.index(n & 1).reinterpret(DV.dtype, [256 // D, HALF, D], as_matrix(DV.layout))
-                place_dv, place_dk = room.index(C * 2), room.index(C * 2 + 1)
+                place_dv, place_dk = room.index(C * (HALF // D)), room.index(BLOCK_N // D + C * (HALF // D))
         else:
-            tma.store_wait(0)
+            if PLAN.ADDER:
+                mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+            if not PLAN.ONCE:
+                tma.store_wait(0)
             room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
             place_dv, place_dk = room.index(0), room.index(ROOM - 1)
+            if PLAN.ONCE:  # its values are wanted no more
+                place_dv = v_s.index(i_kv * 2 + C).reinterpret(DV.dtype, [1, HALF, D], as_matrix(DV.layout)).index(0)
         row = n0 + C * HALF
         if PLAN.WIDE and not PLAN.VARLEN:  # of keys beyond kv_lens, zeros
             len_k = most_k
         _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM_V)
         dk *= scale
-        if ROOM == 1:
-            tma.store_wait(0)
+        if not PLAN.LATE and ROOM == 1:
+            tma.store_wait(1 if PLAN.ONCE else 0)
         _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
                PLAN.HEAD_DIM)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)
         if PLAN.DYNAMIC:
-            wait_full(k_full, turn, 1)
-            t = number_of(number_s, 4)
+            wait_full(k_full, turn, KV_STAGES)
+            t = told(number_s, turn, 4, PLAN)
         else:
-            t = tile_behind(t, n_blocks, PLAN)
+            t = tile_behind(t, n_tiles, n_blocks, PLAN)
     tma.store_wait(0)
