@@ -299,6 +299,7 @@ GPU: tuple[Case, ...] = (
     Case("packed long 128", 1, 4, 2, 2300, 2300, 128, 128, BF16, varlen=True, causal=True),
     Case("long causal", 1, 2, 2, 8200, 8200, 64, 64, BF16, causal=True),
     Case("longer causal", 1, 4, 2, 1024, 16384, 64, 64, BF16, causal=True),
+    Case("long causal 40", 1, 4, 2, 1100, 4200, 40, 40, BF16, causal=True),
     # under windows, too: their edges where blocks of keys end, and elsewhere
     Case("long window 64", 2, 8, 4, 1536, 1536, 64, 64, BF16, causal=True, window=(511, None), layout="bshd"),
     Case("long window 64, more keys", 2, 8, 8, 900, 1412, 64, 64, BF16, causal=True, window=(255, 0), sinks=True),
