@@ -19,6 +19,7 @@ from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
+from adatom.ops.attention import hopper_shared_rows as whole  # noqa: E402
 from adatom.ops.attention import hopper_sharers as common  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
@@ -78,7 +79,8 @@ class Pointer:
     def load(self) -> Whole:
         return Whole(self.x.view(-1)[self.at])
 
-    def store(self, value: torch.Tensor, mask: torch.Tensor) -> None:
+    def store(self, value: Any, mask: torch.Tensor) -> None:
+        value = torch.as_tensor(value, dtype=self.x.dtype)
         at, value, mask = torch.broadcast_tensors(torch.as_tensor(self.at), value, mask)
         self.x.view(-1)[at[mask]] = value[mask].as_subclass(torch.Tensor)
 
@@ -130,11 +132,12 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
                 names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
-            elif name.isupper() and isinstance(getattr(value, "value", None), int):
+            elif name.isupper() and isinstance(getattr(value, "value", None), (int, float)):
                 names[name] = value.value
     names["named_sync"] = lambda number, threads: machine.all.wait(10)
     names["number_of"] = lambda number, warps: Whole(number.load())
-    names["widened"] = lambda x: x.float()
+    names |= getattr(machine, "others", {})
+    names["widened"] = lambda x, pure=True: x.float()
     for name in {"sharer", "tile_of_sum", "_tile"} & set(names):
         names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
     return names
@@ -198,7 +201,7 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
 def backward(
     x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int
 ):
-    """dq, dk, dv, dbias. n: sharers beside each other; two: parts of dQ are stored."""
+    """dq, dk, dv, dbias. n: sharers beside each other."""
     batch, heads, len_q, dim = x.q.shape
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
@@ -207,9 +210,13 @@ def backward(
     rows[:, :len_q] = torch.where(lse == -math.inf, math.inf, lse / math.log(2)).flatten(0, 1)
     deltas[:, :len_q] = delta.flatten(0, 1)
     lines = Box(rows.view(-1), 128), Box(deltas.view(-1), 128)
+    e = torch.zeros(1, 1, batch * heads * blocks * 128, 16, dtype=HALF)
+    for first, x32 in ((0, (rows.view(-1) / (o.scale * math.log2(math.e))).clamp(max=1e38)), (3, deltas.view(-1))):
+        for column in range(first, first + 3):
+            e[0, 0, :, column] = x32.to(HALF)
+            x32 = x32 - e[0, 0, :, column].float()
     dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
     total = torch.full((batch * heads * blocks * 32, 128), math.nan)
-    added = n == 3
     stages, turns = bwd.CONFIGS[n][0], bwd.KV_STAGES.value
     taken = Counter()
     groups = -(-sharing // n)
@@ -221,50 +228,89 @@ def backward(
         counts += (-(-len_k // 64) * slices * groups,)
         tiles = (
             shared(HALF, stages * n, 128, 32), shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 32),
-            shared(HALF, turns * n, 64, 32), shared(F32, stages * n, 128), shared(F32, stages * n, 128),
+            shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 16), shared(HALF, 2, 64, 16),
             shared(HALF, stages, 128, 64), shared(torch.int64, turns, 1),
         )  # fmt: skip
+        tiles[5].x.zero_()
+        tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
         zeros = shared(F32, 16, 128)
         zeros.x.zero_()
-        pieces = Box(total, 16, 128), taken, zeros, (*several, batch * heads * blocks * 2 if added else 0)
-        bars = ring(stages, 1 + 2 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
+        pieces = Box(total, 16, 128), taken, zeros, (*several, batch * heads * blocks * 2)
+        bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        return {
-            "_producer": (*boxes, *lines, Box(x.bias, 128, 64), *pieces, tiles, bars, counts, some, n, stages, False)
-        } | {
+        options = (tiles, bars, counts, some, n, stages)
+        return {"_producer": (*boxes, Box(e, 128, 16), Box(x.bias, 128, 64), *pieces, *options)} | {
             f"_consumer {c}": (Box(dk, 64, 32), Box(dv, 64, 32), tiles, bars, counts, o.scale, c, some, n, stages)
             for c in range(n)
         }
 
     run(bwd, programs, of_keys)
     staged = parts == 1
-    rounded = torch.full((-(-len_k // 128), *x.q.shape), math.nan, dtype=HALF)
     dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
 
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
-        ring, stages = machine.barriers, bias_part.STAGES.value
+        ring, stages, biases = machine.barriers, bias_part.STAGES.value, bias_part.BIASES.value
         tiles_in_all = blocks * -(-len_k // 128) * slices * parts
         counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
         tiles = (
             *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
-            shared(HALF, 2, 64, 128), shared(F32, 2, 16, 128) if added else shared(HALF, 2, 64, 32),
+            shared(HALF, 2 * biases, 64, 128), shared(F32, 2, 16, 128),
         )  # fmt: skip
-        bars = ring(stages, 4), ring(stages, 2), ring(1, 2), ring(1, 2)
+        bars = ring(stages, 4), ring(stages, 2), ring(biases, 2), ring(biases, 2)
         boxes = [Box(t, 128, 32) for t in given]
         even = len_k % 128 == 0
         options = (tiles, bars, slices, counts)
         into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
-        places = Box(total, 16, 128) if added else Box(rounded.flatten(0, 1), 64, 32)
         return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
-            f"_consumer {c}": (into, places, *options, o.scale, c, some, even, staged, added) for c in range(2)
+            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged) for c in range(2)
         }
 
     run(bias_part, programs, of_sums)
-    if not added:
-        return rounded.double().sum(0), dk, dv, dbias.double().sum(0)
     pieces = total.view(-1, 4, 4, 8, 4, 2, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(batch, heads, -1, 32)
     dq = (pieces * o.scale)[:, :, :len_q, :dim]
     return dq, dk, dv, dbias.double().sum(0)
+
+
+def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int):
+    """dq, dbias, and lse and delta in E, of the kernel whose programs take all of 128 n keys."""
+    heads, len_q = x.q.shape[1:3]
+    len_k = x.k.shape[2]
+    repeats, bias_heads, slices, sharing, several = of_slices(x)
+    some, padded = bias_heads < heads, -(-len_q // 128) * 128
+    dq = torch.full_like(x.q, math.nan)
+    staged = parts == 1
+    dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
+    lines = torch.full((x.q.shape[0] * heads * padded, 2), math.nan)
+    counts = (heads, repeats, bias_heads, sharing, parts, padded, len_q, len_k, padded // 64 * slices * parts)
+    into: Any = Box(dbias[0], 64, 64) if staged else Pointer(dbias)
+    boxes = [Box(t, 64, 32) for t in (x.q, x.k, x.v, out.to(HALF), dout)]
+
+    def write_line(at, rows, lse, delta, inverse):
+        lines[rows] = torch.stack((lse * inverse, delta), 1).as_subclass(torch.Tensor)
+
+    def roles(machine: Machine) -> dict[str, tuple[Any, ...]]:
+        machine.others = {"_write_line": write_line}  # type: ignore[attr-defined]
+        ring, stages = machine.barriers, 2
+        tiles = (
+            *(shared(HALF, stages * m, 64, 32) for m in (1, 2 * n, 2 * n, 1, 1)), shared(F32, stages, 64),
+            shared(HALF, 2 * n, 64, 64), shared(HALF, 64, 32), shared(F32, 64, 32),
+        )  # fmt: skip
+        bars = (
+            ring(stages, 3 + 4 * n), ring(stages, 2), ring(1, 2 * n), ring(1, 2), ring(1, 1), ring(1, 1)
+        )  # fmt: skip
+        given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 64), Pointer(torch.zeros(1)), several)
+        options = (tiles, bars, slices, counts)
+        even = len_k % (128 * n) == 0
+        return {"_producer": (*given, *options, some, n, stages)} | {
+            f"_consumer {c}": (
+                None, None, into, Box(dq, 64, 32), *options, o.scale, 1.0, c, some, even, staged, False,
+                n, stages,
+            )
+            for c in range(2)
+        }  # fmt: skip
+
+    run(whole, programs, roles)
+    return dq, dbias.double().sum(0), lines.view(*x.q.shape[:2], padded, 2)
 
 
 CASES = (
@@ -301,6 +347,15 @@ def test_roles(case):
         for name, got, true in zip(("dq", "dk", "dv", "dbias"), results, want):
             error = ((got.double() - true).norm() / true.norm()).item()
             assert error < 0.01, (name, error)
+    for programs, parts, n in ((1, 1, 2 + (len_k > 256)), (3, 2, 3)):
+        *results, lines = rows(x, o, out, dout, lse, programs, parts, n)
+        for name, got, true in zip(("dq", "dbias"), results, (want[0], want[3])):
+            error = ((got.double() - true).norm() / true.norm()).item()
+            assert error < 0.01, (name, error)
+        seen = lse > -1e6
+        assert torch.allclose(lines[:, :, :len_q, 1].double(), delta, atol=0.05)
+        assert torch.allclose(lines[:, :, :len_q, 0].double()[seen], lse[seen] / math.log(2), atol=1e-3)
+        assert (lines[:, :, len_q:, 0] == math.inf).all() and (lines[:, :, :len_q, 0][~seen] == math.inf).all()
 
 
 def test_far_queries_are_left_to_the_exact_pass():

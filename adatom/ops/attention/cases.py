@@ -357,6 +357,8 @@ GPU: tuple[Case, ...] = (
     Case("rows of triangle attention -far", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-far", layout="bshd"),
     Case("rows of triangle attention -lowest", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-lowest"),
     Case("rows of triangle attention 392 -lowest", 35, 4, 4, 264, 392, 32, 32, BF16, bias="1hqk-lowest"),
+    Case("rows of triangle attention 360 -inf", 35, 4, 4, 264, 360, 24, 32, F16, bias="11qk-inf", layout="bshd"),
+    Case("rows of triangle attention 360, 16 heads", 8, 16, 16, 330, 360, 32, 32, BF16, bias="1hqk"),
     Case("rows of triangle attention f32", 16, 4, 4, 384, 384, 32, 32, F32, bias="1hqk"),
     Case("rows of triangle attention f32 odd", 32, 4, 4, 500, 520, 32, 32, F32, bias="1hqk"),
     Case("rows of triangle attention f32 24x32", 20, 4, 4, 530, 520, 24, 32, F32, bias="2hqk", magnitude=8.0),

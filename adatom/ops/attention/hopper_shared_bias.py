@@ -4,10 +4,9 @@
 
 A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
-left operand of dQ. What a tile gives of dQ is stored as one part, rounded, for the kernel behind to add; where parts
-would be many, it is added to a float32 sum in memory by TMA, in whatever order tiles come to it. dbias repeats bit for
-bit, and so does dQ of parts. Where tiles are too few for the GPU, several programs share the sum of dbias, and their
-parts are added afterwards.
+left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
+it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum
+of dbias, and their parts are added afterwards.
 """
 
 import torch
@@ -50,17 +49,22 @@ DIM = gl.constexpr(32)  # head_dim in memory
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
-_SPILL = 160  # Triton 3.6: 84 to 132
+BIASES = gl.constexpr(2)  # of the bias
+_SPILL = 48  # Triton 3.6: 0 to 48; 3.9: 44
 
 
 @gluon.jit
-def widened(x):
-    """A tile of 16 bits in float32. Of bfloat16, whose pairs the compiler takes apart in three steps, in two."""
+def widened(x, PURE: gl.constexpr = True):
+    """A tile of 16 bits in float32. Of bfloat16, whose pairs the compiler takes apart in three steps, in two. Not
+    PURE: where it is written, for what is kept in 16 bits must not be widened ahead of a loop."""
     if x.dtype == gl.bfloat16:
-        asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(asm, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    else:
+        bf16: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(bf16, "=f,=f,r", [x], dtype=gl.float32, is_pure=PURE, pack=2)
+    elif PURE:
         return x.to(gl.float32)
+    else:
+        f16: gl.constexpr = "{.reg .b16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y;}"
+        return gl.inline_asm_elementwise(f16, "=f,=f,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -74,8 +78,9 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, cou
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
-        wait_empty(bias_empty, turn, 1)
-        load_bias(Bias, several, piece, m0, n0, bias_full.index(0), bias_s, 0, counts)
+        i_bias = slot(turn, BIASES)
+        wait_empty(bias_empty, turn, BIASES)
+        load_bias(Bias, several, piece, m0, n0, bias_full.index(i_bias), bias_s, i_bias, counts)
         for r in range(part, shared, parts):
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             row = (b * heads + h) * padded + m0
@@ -101,7 +106,7 @@ def _product(left, right, i, H: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _probabilities(s, bias, lse, unit, EVEN_N: gl.constexpr):
     """P from a product, a bias and lse in log2 units."""
-    s = s * unit + (widened(bias) * LOG2E - lse[:, None])
+    s = s * unit + (widened(bias, False) * LOG2E - lse[:, None])
     if not EVEN_N:  # keys beyond the last: 0, whose P must not become infinite
         s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
     return gl.exp2(s)
@@ -116,9 +121,9 @@ def _in_rows(x):
 
 @gluon.jit
 def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr, ADDED: gl.constexpr):
-    """Sums HALF rows of every tile. While one half of its columns is worked on, products of the other, of this sharer
-    or the next, are made. Comments at waits name the products under way, the eldest first."""
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
+    """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
+    Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
@@ -128,55 +133,48 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
     blocks = padded // BLOCK
-    batch = slices * shared // heads
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
-        tile = bias_s.index(C)
-        wait_full(bias_full, turn, 1)
+        tile = bias_s.index(slot(turn, BIASES) * 2 + C)
+        wait_full(bias_full, turn, BIASES)
+        bias_low = tile.slice(0, HALF, dim=1).load(SCORES)
+        bias_high = tile.slice(HALF, HALF, dim=1).load(SCORES)
         low = gl.zeros([HALF, HALF], gl.float32, SCORES)
         high = gl.zeros([HALF, HALF], gl.float32, SCORES)
-        wait_full(full, n, STAGES)
-        s = _product(q_s, k_s, slot(n, STAGES), 0, C)
-        s = warpgroup_mma_wait(0, deps=(s,))
         for r in range(part, shared, parts):
             i = slot(n, STAGES)
             k = k_s.index(i)
+            wait_full(full, n, STAGES)
+            s = _product(q_s, k_s, i, 0, C)
             dp = _product(do_s, v_s, i, 0, C)
             lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
-            p = _probabilities(s, tile.slice(0, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
-            s_high = _product(q_s, k_s, i, 1, C)
-            dp = warpgroup_mma_wait(1, deps=(dp,))  # dP, S
+            s = warpgroup_mma_wait(1, deps=(s,))  # S, dP
+            p = _probabilities(s, bias_low, lse, unit, EVEN_N)
+            dp = warpgroup_mma_wait(0, deps=(dp,))  # dP
             ds = p * (dp - delta[:, None])
             low += ds
             ds16 = gl.convert_layout(ds.to(k.dtype), OPERAND, assert_trivial=True)
+            s_high = _product(q_s, k_s, i, 1, C)
             dq = warpgroup_mma(ds16, k.slice(0, HALF, dim=0), zeros, use_acc=False, is_async=True)
             dp_high = _product(do_s, v_s, i, 1, C)
             s_high = warpgroup_mma_wait(2, deps=(s_high,))  # S, dQ, dP
-            p = _probabilities(s_high, tile.slice(HALF, HALF, dim=1).load(SCORES), lse, unit, EVEN_N)
-            if r + parts < shared:
-                wait_full(full, n + 1, STAGES)
-            s = _product(q_s, k_s, slot(n + 1, STAGES), 0, C)  # behind the last, of whatever lies there
-            dp_high, dq = warpgroup_mma_wait(1, deps=(dp_high, dq))  # dQ, dP, S
+            p = _probabilities(s_high, bias_high, lse, unit, EVEN_N)
+            dp_high, dq = warpgroup_mma_wait(0, deps=(dp_high, dq))  # dQ, dP
             ds = p * (dp_high - delta[:, None])
             high += ds
             ds16 = gl.convert_layout(ds.to(k.dtype), OPERAND, assert_trivial=True)
             dq = warpgroup_mma(ds16, k.slice(HALF, HALF, dim=0), dq, is_async=True)
-            s, dq = warpgroup_mma_wait(0, deps=(s, dq))  # S, dQ
+            dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             tma.store_wait(0)  # what was there last has left shared memory
-            if ADDED:
-                row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-                dq_s.index(C).store(_in_rows(dq))
-                fence_async_shared()
-                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
-            else:
-                dq_s.index(C).store((dq * scale).to(dq_s.dtype))
-                fence_async_shared()
-                store_tile(DQ, n0 // BLOCK * batch + b, h, m0 + C * HALF, 0, dq_s.index(C))
+            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
+            dq_s.index(C).store(_in_rows(dq))
+            fence_async_shared()
+            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -194,7 +192,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             gl.store(X + at, low.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
             columns += HALF
             gl.store(X + at + HALF, high.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
-        release(bias_empty, turn, 1)
+        release(bias_empty, turn, BIASES)
         turn += 1
     tma.store_wait(0)
 
@@ -205,49 +203,45 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 @gluon.jit(do_not_specialize=_COUNTS)
 def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
                  parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
-                 STAGED: gl.constexpr, ADDED: gl.constexpr, EARLY: gl.constexpr):
+                 STAGED: gl.constexpr, EARLY: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. DQ: parts by block of keys and batch; ADDED: a float32 sum, unscaled,
-    [-1, 128], pieces [16, 128] by batch, head, 64 queries.
+    bias_h: 0 along expanded dimensions. DQ: float32 [-1, 128], unscaled, pieces [16, 128] by batch, head,
+    64 queries.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
     do_s = make_tiles(DOut, STAGES)
     v_s = make_tiles(V, STAGES)
-    bias_s = make_tiles(Bias, 2)
+    bias_s = make_tiles(Bias, 2 * BIASES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    if ADDED:
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
-    else:
-        dq_s = make_tiles(DQ, 2)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
-    bias_full = make_barriers(1, 2)
-    bias_empty = make_barriers(1, 2)
+    bias_full = make_barriers(BIASES, 2)
+    bias_empty = make_barriers(BIASES, 2)
     fence_async_shared()
+    let_next(EARLY)
     wait_for_previous(EARLY)
-    let_next(EARLY)  # only now: what runs beside this does not wait for the kernel ahead
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
     bars = (full, empty, bias_full, bias_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, ADDED)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, ADDED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def sums_launch(call: Call, bias: torch.Tensor, padded: int, added: bool, programs: int) -> Launch:
-    """The launch of so many programs at most for q, k, v, bias, dout, lse, delta, dQ (its sum if added, or its parts),
-    and dbias."""
+def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
+    """The launch for q, k, v, bias, dout, lse, delta, the sum of dQ, and dbias."""
     n, dim = BLOCK.value, DIM.value
     slices, shared = sharing(call, bias)
-    tiles, parts = shares_of_sum(call, bias, programs)
+    tiles, parts = shares_of_sum(call, bias, call.device.sms)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
         *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
@@ -255,12 +249,12 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int, added: bool, progra
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,
-        "ADDED": added, "EARLY": True, "num_warps": 4, "launch_pdl": True,
+        "EARLY": True, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n), "DQ": (dim // 2, 128) if added else (n // 2, dim),
+        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
     }  # fmt: skip
     if staged:
         blocks["DBias"] = (n // 2, n)
-    return Launch(_sums_kernel, min(tiles * parts, programs), scalars, meta, _SPILL, blocks, parts)
+    return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)

@@ -3,15 +3,14 @@ wanted, as in triangle attention.
 
     P = exp(S + bias - lse);  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dV = P^T dO
 
-This kernel gives dK and dV; that of hopper_shared_bias.py dQ and the gradient of the bias. Each of three consumer
-warpgroups (two, where that leaves fewer places empty) owns 64 keys of a sharer of its own, and all of them walk over
-the same tiles of the bias, so that a tile is read once for all. S^T and dP^T are formed transposed: P^T and dS^T stay
-in registers, and consumers never meet. With three warps for a scheduler, one exponentiates while others wait for their
-products.
+This kernel gives dK and dV; another dQ and the gradient of the bias. Each of three consumer warpgroups (two, where that
+leaves fewer places empty) owns 64 keys of a sharer of its own, and all of them walk over the same tiles of the bias, so
+that a tile is read once for all. S^T and dP^T are formed transposed: P^T and dS^T stay in registers, and consumers
+never meet. With three warps for a scheduler, one exponentiates while others wait for their products.
 
-Where parts of dQ are few or small, the other kernel comes first in the stream, on half of the multiprocessors, and this
-one, which wants nothing of it, runs beside it and where it has ended: both read the same at about the same time, and
-neither waits for the last of the other. Elsewhere this one comes first and clears the float32 sum of dQ.
+lse and delta are subtracted by products, too: of a matrix of -1 with E, which has three parts in bfloat16 of each, so
+that no warp reads what lies along its columns. To 384 keys dQ and the gradient of the bias come first, from
+hopper_shared_rows.py, which writes E, too. Elsewhere this kernel comes first and clears the float32 sum of dQ.
 """
 
 from typing import NamedTuple
@@ -21,7 +20,8 @@ import torch
 from adatom.ops.attention.hopper_bwd_ends import ends
 from adatom.ops.attention.hopper_bwd_feed import number_of
 from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
-from adatom.ops.attention.hopper_shared_ends import ahead, finish
+from adatom.ops.attention.hopper_shared_ends import ahead, divisor
+from adatom.ops.attention.hopper_shared_rows import rows_launch
 from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
@@ -35,7 +35,6 @@ from adatom.tiles.hopper import (
     gluon,
     let_next,
     load_tile,
-    load_tile_and_numbers,
     make_barriers,
     make_tiles,
     mbarrier,
@@ -52,6 +51,7 @@ from adatom.tiles.hopper import (
 
 BLOCK_M = gl.constexpr(128)  # queries of a buffer
 PART = gl.constexpr(64)  # those worked on at a time
+LINE = gl.constexpr(16)  # columns of E, the least of a product
 KEYS = gl.constexpr(64)  # of a consumer
 KV_STAGES = gl.constexpr(2)
 _SPILL = 0
@@ -70,11 +70,11 @@ def _tile(t, counts, SHARERS: gl.constexpr):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-              SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, BESIDE: gl.constexpr):
+def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
+              SHARERS: gl.constexpr, STAGES: gl.constexpr):
     """Keeps the rings full, and clears a share of the sum of dQ with each tile. Beyond the last sharer, the last one
     comes again. Takes the next tile that no program took, and tells the consumers its number."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, number_s = tiles
+    q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h, n_pieces = several
@@ -100,10 +100,9 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, til
             for c in gl.static_range(SHARERS):
                 b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
                 row = (b * heads + h) * padded + m0
-                load_tile_and_numbers(Q, b, h, m0, Lse, row, full.index(i), q_s.index(i * SHARERS + c),
-                                      lse_s.index(i * SHARERS + c))
-                load_tile_and_numbers(DOut, b, h, m0, Delta, row, full.index(i), do_s.index(i * SHARERS + c),
-                                      delta_s.index(i * SHARERS + c))
+                load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
+                load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
+                load_tile(E, 0, 0, row, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
         for at in range(t, n_pieces, n_tiles):
             tma.async_store(Sum, [at * (DIM // 2), 0], zeros_s)
@@ -113,7 +112,14 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, til
     number_s.index(slot(turn, KV_STAGES)).store(gl.full([1], n_tiles, gl.int32, ONE))  # no tile's: the end
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
     tma.store_wait(0)
-    wait_for_previous(BESIDE)
+
+
+@gluon.jit
+def _scores(left, right, ones, lines):
+    """Begin to multiply, [KEYS, PART], less what `ones` picks of lines of E."""
+    zeros = gl.zeros([KEYS, PART], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]))
+    s = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(ones, lines.permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -121,101 +127,103 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
               STAGES: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, number_s = tiles
+    q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
-    PARTS: gl.constexpr = BLOCK_M // PART
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
-    QUERIES: gl.constexpr = gl.SliceLayout(0, S)
-    zeros = gl.zeros([KEYS, PART], gl.float32, S)
     unit = scale * LOG2E
     n = 0
     turn = 0
     wait_full(kv_full, turn, KV_STAGES)
     t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
     while t < n_tiles:
-        piece, n0, first = _tile(t, counts, SHARERS)
         k_tile = k_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         k = k_tile
         v = v_tile
+        if SHARERS == 2:  # there are registers for both
+            k = k_tile.load(gl.DotOperandLayout(0, S, 2))
+            v = v_tile.load(gl.DotOperandLayout(0, S, 2))
         dk = gl.zeros([KEYS, DIM], gl.float32, GRAD)
         dv = gl.zeros([KEYS, DIM], gl.float32, GRAD)
         for m0 in range(0, len_q, BLOCK_M):
             i = slot(n, STAGES)
             wait_full(full, n, STAGES)
-            for part in gl.static_range(PARTS):
+            for part in gl.static_range(BLOCK_M // PART):
                 q = q_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 do = do_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
-                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                if part > 0:  # dV, dK, S, dP
-                    s, dv, dk = warpgroup_mma_wait(1, deps=(s, dv, dk))
-                else:  # S, dP
-                    s = warpgroup_mma_wait(1, deps=(s,))
+                lines = e_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
+                s = _scores(k, q, ones_s.index(0), lines)
+                dp = _scores(v, do, ones_s.index(1), lines)
+                if part > 0:  # dV, dK, S twice, dP twice
+                    s, dv, dk = warpgroup_mma_wait(2, deps=(s, dv, dk))
+                else:  # S twice, dP twice
+                    s = warpgroup_mma_wait(2, deps=(s,))
                 bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
-                lse = lse_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
-                x = widened(bias) * LOG2E - lse[None, :]
-                p = gl.exp2(s * unit + x)
+                p = gl.exp2(s * unit + widened(bias) * LOG2E)
                 p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                delta = delta_s.index(i * SHARERS + C).slice(part * PART, PART).load(QUERIES)
-                dp = warpgroup_mma_wait(1, deps=(dp,))  # dP, dV
-                ds = p * (dp - delta[None, :])
-                ds16 = gl.convert_layout(ds.to(q.dtype), OPERAND, assert_trivial=True)
+                dp = warpgroup_mma_wait(1, deps=(dp,))  # dP twice, dV
+                ds16 = gl.convert_layout((p * dp).to(q.dtype), OPERAND, assert_trivial=True)
                 dk = warpgroup_mma(ds16, q, dk, is_async=True)
             dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
             release(empty, n, STAGES)
             n += 1
+            if (m0 == 0) & (turn > 0):  # the store of the tile before has had this long
+                tma.store_wait(0)
+                gl.barrier()
+                release(kv_empty, turn - 1, KV_STAGES)
+        piece, n0, first = _tile(t, counts, SHARERS)
         k_tile.store((dk * scale).to(DK.dtype))
         v_tile.store(dv.to(DV.dtype))
         fence_async_shared()
         b, h = sharer(gl.minimum(first + C, shared - 1), piece, counts, SHARED_HEADS)
         store_tile(DK, b, h, n0, 0, k_tile)
         store_tile(DV, b, h, n0, 0, v_tile)
-        tma.store_wait(0)
-        gl.barrier()
-        release(kv_empty, turn, KV_STAGES)
         turn += 1
         wait_full(kv_full, turn, KV_STAGES)
         t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
+    tma.store_wait(0)
 
 
 _COUNTS = ["n_pieces", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_pieces, heads, repeats,
-                 bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
-                 SHARERS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
-                 REGISTERS: gl.constexpr):
+def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_pieces, heads, repeats, bias_heads,
+                 shared, groups, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
+                 SHARERS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of tiles of 64 keys of a few sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
 
-    Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
-    (batch, head), of consecutive batch elements, `repeats` of them, in `groups` of SHARERS; its number is multiplied by
-    bias_b, that of its head by bias_h: 0 along expanded dimensions. Taken: int32, 0. BESIDE: nothing is wanted of the
-    kernel ahead in the stream, beside which this one may run; it does not end before that.
+    E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
+    delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
+    `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    Taken: int32, 0.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
     do_s = make_tiles(DOut, STAGES * SHARERS)
     v_s = make_tiles(V, KV_STAGES * SHARERS)
     bias_s = make_tiles(Bias, STAGES)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Lse.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES * SHARERS, BLOCK_M], Delta.layout)
+    e_s = make_tiles(E, STAGES * SHARERS)
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    column = gl.arange(0, LINE, gl.SliceLayout(0, FLAT))[None, :] + gl.zeros([KEYS, LINE], gl.int32, FLAT)
+    ones_s = gl.allocate_shared_memory(E.dtype, [2, KEYS, LINE], gl.NVMMASharedLayout(32, 16, rank=2))
+    ones_s.index(0).store(gl.where(column < 3, -1.0, 0.0).to(E.dtype))
+    ones_s.index(1).store(gl.where(column >= 3, -1.0, 0.0).to(E.dtype))
     number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zeros_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 128], Sum.layout)
     zeros_s.store(gl.zeros([DIM // 2, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])))
-    full = make_barriers(STAGES, 1 + 2 * SHARERS)
+    full = make_barriers(STAGES, 1 + 3 * SHARERS)
     empty = make_barriers(STAGES, SHARERS)
     kv_full = make_barriers(KV_STAGES, 2 * SHARERS)
     kv_empty = make_barriers(KV_STAGES, SHARERS)
     fence_async_shared()
     let_next(EARLY)
-    wait_for_previous(EARLY and not BESIDE)
-    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, number_s)
+    wait_for_previous(EARLY)
+    tiles = (q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s)
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h, n_pieces)
@@ -223,37 +231,34 @@ def _keys_kernel(Q, K, V, DOut, Lse, Delta, Bias, Sum, DK, DV, Taken, bias_b, bi
         gl.warp_specialize([
             (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS, STAGES)),
             (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS, STAGES)),
-            (_producer, (Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, BESIDE)),
+            (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS, STAGES)),
             (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS, STAGES)),
             (_consumer, (DK, DV, tiles, bars, counts, scale, 2, SHARED_HEADS, SHARERS, STAGES)),
-            (_producer, (Q, K, V, DOut, Lse, Delta, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, BESIDE)),
+            (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
 
-_FEW = 3  # blocks of 128 keys whose parts of dQ are fewer bytes than a sum that is cleared, added to and converted
-_L2_BYTES = 40 * 2**20  # of more parts, which lie in L2
-_SHARE = 0.55  # of the multiprocessors, what dQ and dbias have while dK and dV are made beside them
+_WHOLE = 384  # keys, which a program of dQ takes all
 CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers, registers
 
 
 class Launches(NamedTuple):
     """The launches of one backward, and the sizes of what they share."""
 
-    before: launch.Launch
+    before: launch.Launch | None  # None: what gives dQ does its work, and that of the kernel behind
     keys: Launch
     sums: Launch
-    behind: launch.Launch
+    behind: launch.Launch | None
     blocks: int  # of 128 queries, of all heads
-    parts: int  # of dQ, if it is not a sum
 
 
 def _launches(
@@ -264,33 +269,32 @@ def _launches(
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
-    parts = -(-call.len_k // m)
-    parts = parts if parts <= _FEW or parts * x.q.numel() * x.q.element_size() <= _L2_BYTES else 0
-    before = ahead(call, m, out, dout, dlse)
+    before, behind = None, None
+    if call.len_k <= _WHOLE:
+        sums = rows_launch(call, x.bias, n_m * m, dlse)
+    else:
+        before = ahead(call, m, out, dout, dlse)
+        sums = sums_launch(call, x.bias, n_m * m)
+        _, behind = ends(call, dim, m, out, dout, dq)
     slices, shared = sharing(call, x.bias)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *several_of(call), 0 if parts else n_blocks * 2, call.heads, call.repeats, x.bias.shape[1], shared, groups,
-        n_m * m, call.len_q, call.len_k, n_tiles, call.scale,
+        *several_of(call), n_blocks * 2 if behind else 0, call.heads, call.repeats, x.bias.shape[1], shared, groups,
+        n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages, "EARLY": True,
-        "BESIDE": parts > 0, "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
+        "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
-        "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,), "Bias": (m, n),
+        "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "E": (m, LINE.value), "Bias": (m, n),
         "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, min(n_tiles, sms), scalars, meta, _SPILL, blocks)
-    sums = sums_launch(call, x.bias, n_m * m, not parts, round(sms * _SHARE) if parts else sms)
-    if parts:
-        behind = finish(call, dq, x.bias.numel() if sums.parts > 1 else 0, sums.parts, parts)
-    else:
-        _, behind = ends(call, dim, m, out, dout, dq)
-    return Launches(before, keys, sums, behind, n_blocks, parts)
+    return Launches(before, keys, sums, behind, n_blocks)
 
 
 def backward(
@@ -301,22 +305,21 @@ def backward(
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
-    dout = dout if suits_tma(dout) else dout.contiguous()
+    out, dout = (t if suits_tma(t) else t.contiguous() for t in (out, dout))
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
-    rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
+    e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
     taken = empty((1,), lse, torch.int32)
-    plan.before(out, dout, lse, dlse, rows, delta, taken)
-    if not plan.parts:
-        total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
-        plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, total, dk, dv, taken)  # clears the sum of dQ
-        dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
-        plan.behind(total, dq, x.cu_seqlens_q)
+    if plan.before is None or plan.behind is None:
+        words, numbers = e.view(torch.int32), e.view(torch.float32).view(-1, 128)
+        tensors = x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, words, taken, dq
+        dbias = sum_of_parts(plan.sums, bias, *tensors)
+        plan.keys(x.q, x.k, x.v, dout, e, bias, numbers, dk, dv, taken)  # has no sum to clear
         return dq, dk, dv, dbias, None
-    parts = empty((plan.parts * x.q.shape[0], *x.q.shape[1:]), x.q)
-    dbias = empty(tuple(bias.shape), bias)
-    sums = dbias if plan.sums.parts == 1 else empty((plan.sums.parts, *bias.shape), bias, torch.float32)
-    plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, parts, sums)
-    plan.keys(x.q, x.k, x.v, dout, rows, delta, bias, delta.view(-1, 128), dk, dv, taken)
-    plan.behind(parts, sums, dq, dbias)
+    rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
+    total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
+    plan.before(out, dout, lse, dlse, rows, delta, e, taken)
+    plan.keys(x.q, x.k, x.v, dout, e, bias, total, dk, dv, taken)  # clears the sum of dQ
+    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
+    plan.behind(total, dq, x.cu_seqlens_q)
     return dq, dk, dv, dbias, None

@@ -1,0 +1,313 @@
+"""dQ and the gradient of a full bias that many (batch, head) share, on Hopper (Gluon) to head_dim 32, for
+256 to 384 keys.
+
+    dS = P (dO V^T - delta);  P = exp(S + bias - lse);  dbias = sum dS;  dQ = scale dS K
+
+A program owns 64 queries and all keys, each of two consumer warpgroups half of the keys. The sum of dS stays in
+registers while a producer warp brings what belongs to one sharer after the other. A query comes once, so that delta is
+summed here, and what the kernel of dK and dV wants of lse and delta is written here, and dQ is complete: one consumer
+gives the other what it has of it. Where tiles are too few for the GPU, several programs share the sum of dbias, and
+their parts are added afterwards. All results repeat bit for bit.
+"""
+
+import torch
+
+from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, widened
+from adatom.ops.attention.hopper_shared_ends import FAR, LARGEST, divisor
+from adatom.ops.attention.hopper_sharers import HALF, several_of, sharer, sharing
+from adatom.ops.attention.triton_call import Call
+from adatom.tiles.hopper import (
+    LOG2E,
+    Launch,
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next,
+    load_tile,
+    load_tile_and_numbers,
+    make_barriers,
+    make_tiles,
+    release,
+    slot,
+    store_tile,
+    tma,
+    wait_empty,
+    wait_for_previous,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_SPILL = 48  # Triton 3.6: to 32; 3.9: to 396
+
+
+@gluon.jit
+def _tile(t, slices, counts):
+    """(slice of the bias, part, first query) of tile t."""
+    n_m = counts[5] // HALF
+    piece = t // n_m
+    part = piece // slices
+    return piece - part * slices, part, t % n_m * HALF
+
+
+@gluon.jit
+def _producer(Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr,
+              PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Keeps the rings full."""
+    q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, _, _ = tiles
+    full, empty, bias_full, bias_empty, _, _ = bars
+    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
+    bias_b, bias_h = several
+    if gl.program_id(0) == 0:
+        gl.store(Taken, 0)
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, part, m0 = _tile(t, slices, counts)
+        wait_empty(bias_empty, turn, 1)
+        for c in gl.static_range(2 * PIECES):
+            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, c * HALF,
+                      bias_full.index(0), bias_s.index(c))
+        for r in range(part, shared, parts):
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
+            i = slot(n, STAGES)
+            wait_empty(empty, n, STAGES)
+            load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i))
+            for c in gl.static_range(2 * PIECES):
+                load_tile(K, b, h, c * HALF, 0, full.index(i), k_s.index(i * (2 * PIECES) + c))
+            load_tile_and_numbers(DOut, b, h, m0, Lse, (b * heads + h) * len_q + m0, full.index(i), do_s.index(i),
+                                  lse_s.index(i))
+            load_tile(Out, b, h, m0, 0, full.index(i), o_s.index(i))
+            for c in gl.static_range(2 * PIECES):
+                load_tile(V, b, h, c * HALF, 0, full.index(i), v_s.index(i * (2 * PIECES) + c))
+            n += 1
+        turn += 1
+
+
+@gluon.jit
+def _product(x, y):
+    """Begin to multiply, [HALF, HALF]."""
+    zeros = gl.zeros([HALF, HALF], gl.float32, SCORES)
+    return warpgroup_mma(x, y.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _cut(x):
+    """x to 8 bits, those of a bfloat16 in the upper half of a word; what is left."""
+    bits = x.to(gl.int32, bitcast=True) & -65536
+    return bits, x - bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _lower(bits):
+    return (bits >> 16) & 65535
+
+
+@gluon.jit
+def _write_line(E, rows, lse, delta, inverse):
+    """Rows of E: three parts of lse in units of a product, three of delta."""
+    x = gl.maximum(gl.minimum(lse * inverse, LARGEST, propagate_nan=KEEP_NAN), -LARGEST, propagate_nan=KEEP_NAN)
+    x0, x = _cut(x)
+    x1, x = _cut(x)
+    x2, x = _cut(x)
+    y0, y = _cut(delta)
+    y1, y = _cut(y)
+    y2, y = _cut(y)
+    at = E + rows.to(gl.int64) * 4
+    gl.store(at, _lower(x0) | x1)
+    gl.store(at + 1, _lower(x2) | y0)
+    gl.store(at + 2, _lower(y1) | y2)
+    gl.store(at + 3, y2 & 0)
+
+
+@gluon.jit
+def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C: gl.constexpr,
+              SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, STAGED: gl.constexpr, DLSE: gl.constexpr,
+              PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Sums half of the columns of every tile. Comments at waits name the products under way, the eldest first."""
+    q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, dq_s, sum_s = tiles
+    full, empty, bias_full, bias_empty, dq_full, dq_empty = bars
+    heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    HELD: gl.constexpr = PIECES == 2
+    zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
+    unit = scale * LOG2E
+    n = 0
+    turn = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, part, m0 = _tile(t, slices, counts)
+        wait_full(bias_full, turn, 1)
+        if HELD:
+            bias_low = bias_s.index(C * PIECES).load(SCORES)
+            bias_high = bias_s.index(C * PIECES + 1).load(SCORES)
+        low = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        high = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        top = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        for r in range(part, shared, parts):
+            i = slot(n, STAGES)
+            first = (i * 2 + C) * PIECES
+            wait_full(full, n, STAGES)
+            q = q_s.index(i)
+            do = do_s.index(i)
+            s = _product(q, k_s.index(first))
+            dp = _product(do, v_s.index(first))
+            b, h = sharer(r, piece, counts, SHARED_HEADS)
+            head = b * heads + h
+            rows = m0 + gl.arange(0, HALF, ROWS)
+            lse = lse_s.index(i).load(ROWS)
+            lse = gl.where((rows >= len_q) | (gl.maximum(lse, -lse) > FAR), float("inf"), lse * LOG2E)
+            delta = gl.sum(widened(o_s.index(i).load(GRAD), False) * widened(do.load(GRAD), False), 1)
+            delta = gl.convert_layout(delta, ROWS)
+            if DLSE:
+                delta -= gl.load(DLse + head.to(gl.int64) * len_q + rows, mask=rows < len_q, other=0.0)
+            if C == 1:
+                _write_line(E, head.to(gl.int64) * padded + rows, lse, delta, inverse)
+            dq = zeros
+            for j in gl.static_range(PIECES):
+                if j == 0:  # S, dP
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                else:  # S, dQ, dP
+                    s = warpgroup_mma_wait(2, deps=(s,))
+                if HELD:
+                    if j == 0:
+                        bias = bias_low
+                    else:
+                        bias = bias_high
+                else:
+                    bias = bias_s.index(C * PIECES + j).load(SCORES)
+                s = s * unit + (widened(bias, False) * LOG2E - lse[:, None])
+                if not EVEN_N:  # keys beyond the last: 0, whose P must not become infinite
+                    s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
+                p = gl.exp2(s)
+                if j == 0:
+                    dp = warpgroup_mma_wait(0, deps=(dp,))
+                else:
+                    dp, dq = warpgroup_mma_wait(0, deps=(dp, dq))
+                ds = p * (dp - delta[:, None])
+                if j == 0:
+                    low += ds
+                elif j == 1:
+                    high += ds
+                else:
+                    top += ds
+                ds16 = gl.convert_layout(ds.to(q.dtype), OPERAND, assert_trivial=True)
+                if j + 1 < PIECES:
+                    s = _product(q, k_s.index(first + j + 1))
+                dq = warpgroup_mma(ds16, k_s.index(first + j), dq, use_acc=j > 0, is_async=True)
+                if j + 1 < PIECES:
+                    dp = _product(do, v_s.index(first + j + 1))
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            release(empty, n, STAGES)
+            if C == 1:
+                wait_empty(dq_empty, n, 1)
+                sum_s.store(dq)
+                gl.barrier()
+                release(dq_full, n, 1)
+            else:
+                wait_full(dq_full, n, 1)
+                dq += sum_s.load(GRAD)
+                tma.store_wait(0)  # what was there last has left shared memory
+                gl.barrier()
+                release(dq_empty, n, 1)
+                dq_s.store((dq * scale).to(dq_s.dtype))
+                fence_async_shared()
+                store_tile(DQ, b, h, m0, 0, dq_s)
+            n += 1
+        for j in gl.static_range(PIECES):
+            if j == 0:
+                total = low
+            elif j == 1:
+                total = high
+            else:
+                total = top
+            n0 = (C * PIECES + j) * HALF
+            if STAGED:
+                tile = bias_s.index(C * PIECES + j)
+                tile.store(total.to(tile.dtype))
+                fence_async_shared()
+                store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
+            else:
+                X = DBias + (part * slices + piece).to(gl.int64) * len_q * len_k
+                lines = m0 + gl.arange(0, HALF, ROWS)[:, None]
+                columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
+                some = (lines < len_q) & (columns < len_k)
+                gl.store(X + lines * len_k + columns, total.to(DBias.dtype.element_ty), mask=some)
+        if STAGED:
+            tma.store_wait(0)
+            gl.barrier()
+        release(bias_empty, turn, 1)
+        turn += 1
+    tma.store_wait(0)
+
+
+_COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles"]
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, bias_b, bias_h, slices, heads, repeats,
+                 bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, inverse, SHARED_HEADS: gl.constexpr,
+                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, DLSE: gl.constexpr, EARLY: gl.constexpr,
+                 PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k), dQ, and E (hopper_shared_bwd.py) as int32.
+
+    Taken: becomes 0. Lse: (batch, heads, len_q). Each slice of the bias serves `shared` (batch, head), of `repeats`
+    consecutive batch elements; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded
+    dimensions.
+    """
+    q_s = make_tiles(Q, STAGES)
+    k_s = make_tiles(K, STAGES * 2 * PIECES)
+    v_s = make_tiles(V, STAGES * 2 * PIECES)
+    o_s = make_tiles(Out, STAGES)
+    do_s = make_tiles(DOut, STAGES)
+    bias_s = make_tiles(Bias, 2 * PIECES)
+    dq_s = make_tiles(DQ, 1)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], Lse.layout)
+    sum_s = gl.allocate_shared_memory(gl.float32, [HALF, DIM], gl.NVMMASharedLayout(128, 32, rank=2))
+    full = make_barriers(STAGES, 3 + 4 * PIECES)
+    empty = make_barriers(STAGES, 2)
+    bias_full = make_barriers(1, 2 * PIECES)
+    bias_empty = make_barriers(1, 2)
+    dq_full = make_barriers(1, 1)
+    dq_empty = make_barriers(1, 1)
+    fence_async_shared()
+    let_next(EARLY)
+    wait_for_previous(EARLY)
+    tiles = (q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, dq_s.index(0), sum_s)
+    bars = (full, empty, bias_full, bias_empty, dq_full, dq_empty)
+    counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
+    several = (bias_b, bias_h)
+    gl.warp_specialize([
+        (_consumer, (DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, 0, SHARED_HEADS, EVEN_N, STAGED,
+                     DLSE, PIECES, STAGES)),
+        (_consumer, (DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, 1, SHARED_HEADS, EVEN_N, STAGED,
+                     DLSE, PIECES, STAGES)),
+        (_producer, (Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS,
+                     PIECES, STAGES)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool) -> Launch:
+    """The launch for q, k, v, bias, out, dout, lse, dlse, E, a counter, dQ and dbias."""
+    n, dim, scale = HALF.value, DIM.value, divisor(call)
+    slices, shared = sharing(call, bias)
+    pieces = -(-call.len_k // (2 * n))
+    tiles = padded // n * slices
+    parts = max(1, min(shared // 4, call.device.sms // tiles))
+    parts = -(-shared // -(-shared // parts))  # each has something to add
+    staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    scalars = (
+        *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
+        call.len_k, tiles * parts, scale, 1 / (scale * LOG2E.value),
+    )  # fmt: skip
+    meta = {
+        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, 2 * n), "STAGED": staged,
+        "DLSE": dlse, "EARLY": True, "PIECES": pieces, "STAGES": 4 if pieces == 2 else 2, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
+    tile = (n, dim)
+    blocks = {name: tile for name in ("Q", "K", "V", "Out", "DOut", "DQ")} | {"Lse": (n,), "Bias": (n, n)}
+    if staged:
+        blocks["DBias"] = (n, n)
+    return Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
