@@ -14,7 +14,7 @@ from adatom.tiles.launch import observed
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.moe import hopper_products, hopper_wide  # noqa: E402
+from adatom.ops.moe import hopper_one, hopper_products, hopper_wide  # noqa: E402
 
 H100 = DEVICES[90]
 
@@ -55,11 +55,36 @@ def test_few_tokens():
         assert limits.hopper_one(problem(inputs(1), Options("silu"))) is not None
 
 
+def held(down: dict) -> int:
+    """Bytes of shared memory of a program of the second kernel: whole turns of boxes."""
+    boxes = down["TOP_K"] * -(-down["K"] // down["NARROW"])
+    return 2 * -(-boxes // down["TURN"]) * down["TURN"] * down["ROWS"] * down["NARROW"]
+
+
 @pytest.mark.parametrize("wide, top_k", [(768, 8), (8, 26), (6656, 1), (2048, 3)])
 def test_two_programs_of_the_second_kernel_share_a_multiprocessor(wide, top_k):
     down = launched(inputs(1, wide=wide, top_k=top_k), backend="hopper_one")[2][1]
-    held = 2 * down["TOP_K"] * down["CHUNKS"] * down["ROWS"] * down["NARROW"]
-    assert 2 * (held + 1024) <= H100.shared_memory and down["CHUNKS"] * down["NARROW"] >= wide
+    assert 2 * (held(down) + 1024) <= H100.shared_memory
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_program_of_the_second_kernel_has_room_beside_those_of_the_first(tokens):
+    """In shared memory, of which each takes 1 KB more, and, with up to 128 registers a thread, among registers."""
+    first, second = (meta for _, meta in launched(inputs(tokens))[1:])
+    ring = 2 * 2 * first["STAGES"] * first["ROWS"] * first["WIDE"]
+    assert hopper_one.PROGRAMS * (ring + 1024) + held(second) + 1024 <= H100.shared_memory
+    assert 128 * 32 * (hopper_one.PROGRAMS * first["num_warps"] + second["num_warps"]) <= 65536
+
+
+@pytest.mark.parametrize("wide, top_k", [(768, 8), (760, 7), (264, 3), (8, 26), (2048, 3)])
+def test_all_boxes_of_the_second_kernel_are_written(wide, top_k):
+    """As many pairs are fetched as have boxes in whole turns: what lies in shared memory may be no number."""
+    x, seen = inputs(1, wide=wide, top_k=top_k), []
+    with pretend(H100), observed(lambda kernel, args, meta, spill: seen.append((args[-1], meta))):
+        hopper_one.forward(x, Options("silu"), False)
+    fetches, down = seen[1]
+    each = 2 * -(-wide // down["NARROW"]) * down["ROWS"] * down["NARROW"]
+    assert (fetches - 1) * each < held(down) <= fetches * each
 
 
 def test_tiles_of_products():

@@ -65,11 +65,11 @@ def check():
     assert all(r.ok for r in results), [r for r in results if not r.ok]
 
 check()
-triton_fwd.CONFIGS = triton_fwd.LAYER = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
+triton_fwd.CONFIGS = triton_fwd.LAYER = triton_fwd.RESIDUAL = {(size, 2**14): Config(1, 4, chunks=4) for size in (2, 4)}
 triton_bwd.CONFIGS = {}
 triton_bwd_apart.SHARES = {size: (Share(512, 4, 1, 2),) for size in (2, 4)}  # no teams: programs run one by one
 check()
-triton_fwd.CONFIGS = triton_fwd.LAYER = {}
+triton_fwd.CONFIGS = triton_fwd.LAYER = triton_fwd.RESIDUAL = {}
 triton_bwd_apart.LARGEST = 0
 triton_fwd.LONG_BLOCK = triton_bwd.LONG_BLOCK = triton_bwd.COLUMNS_BLOCK = 32
 check()
@@ -245,6 +245,24 @@ def test_the_short_way_computes_the_same(norm, residual, monkeypatch):
         assert torch.equal(dr, torch.ones_like(r))
         (dr,) = torch.autograd.grad(call(*(t.detach() for t in given[:-1]), r)[0].sum(), (r,))
         torch.testing.assert_close(dr, torch.autograd.grad(call(*given)[0].sum(), given[0])[0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_are_kept_for_a_backward_alone(norm, monkeypatch):
+    monkeypatch.setattr(signature, "ANY_DEVICE", True)
+    monkeypatch.setattr(api, "_plans", {})
+    given, kept = arguments(norm), []
+    norm(*given)
+    (plan,) = api._plans.values()
+    launch = plan.forward
+    monkeypatch.setattr(plan, "forward", lambda *args: kept.append(launch(*args)[2:]) or launch(*args))
+    norm(*given).sum().backward()
+    with torch.no_grad():
+        norm(*given)
+    norm(*(t.detach() for t in given))
+    with_backward, *without = kept
+    assert with_backward[1] is not None and (with_backward[0] is None) == (norm is adatom.rms_norm)
+    assert without == [(None, None)] * 2
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
-from adatom.ops.attention.triton_call import LOW_TILES, Blocks, Call, Config, pick, remembered
+from adatom.ops.attention.triton_call import LOW_TILES, Blocks, Call, Config, family, pick, remembered
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LN2,
@@ -30,11 +30,16 @@ from adatom.tiles.triton import (
     visible,
 )
 
+_NARROW = Config(64, 64, 4, 3, tma=True)
+_WIDE = Config(64, 128, 4, 2, tma=True)  # by pointer it spills, and a window cuts most of its blocks: see `_tile`
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
         ("half bias", 32): Config(64, 64, 4, 3, tma=True, registers=96),
-        ("half", 64): Config(64, 64, 4, 3, tma=True),
+        ("half", 32): _NARROW,
+        ("half bias", 64): _NARROW,
+        ("half packed", 64): _NARROW,
+        ("half", 64): _WIDE,
         ("half bias", 128): Config(128, 64, 8, 3),
         ("half", 128): Config(128, 64, 4, 2, tma=True),
         ("half", 256): Config(128, 64, 8, 2, tma=True),
@@ -65,6 +70,7 @@ CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     },
 }
 CONFIGS[100] = CONFIGS[90] | LOW_TILES | {
+    ("half", 64): _NARROW,
     ("half bias", 128): Config(128, 64, 8, 3, spill=1024),
     ("tf32x3 bias", 64): LOW_TILES["tf32x3", 64],
 }
@@ -165,13 +171,31 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
     tl.store(Lse + rows, tl.where(seen, lse, float("-inf")), mask=rows < len_q)
 
 
+def _tile(call: Call) -> Config:
+    """The configuration for a call."""
+    config = pick("fwd", CONFIGS, call)
+    if config is _WIDE and (call.left >= 0 or not call.use_tma(config, call.x.q, call.x.k, call.x.v)):
+        return _NARROW
+    return config
+
+
+def _counts(call: Call) -> tuple[int, ...]:
+    """What `Call.counts` says, but a quarter of the heads in flight where that was measured as faster, on an H100: more
+    than the keys and values at hand wants L2."""
+    heads, kv_heads, repeats, n_heads, group, *rest = call.counts()
+    plain = call.kind == "half" and call.x.bias is None and not call.varlen
+    if plain and family(call.device.arch) == 90 and (call.head_dim <= 64 or call.right < 0):
+        group = max(1, group // 4)
+    return (heads, kv_heads, repeats, n_heads, group, *rest)
+
+
 def _launch(x: Inputs, o: Options, out: torch.Tensor) -> Launch:
     call = Call(x, o)
-    config = pick("fwd", CONFIGS, call)
+    config = _tile(call)
     tma = call.use_tma(config, x.q, x.k, x.v)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out), *call.bias_strides,
-        *call.counts(), call.scale, o.softcap,
+        *_counts(call), call.scale, o.softcap,
     )  # fmt: skip
     bias_tma = call.bias_by_tma(tma)
     fold = o.scale > 0 and not call.generic

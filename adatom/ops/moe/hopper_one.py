@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 """The forward for a few tokens on Hopper (Gluon), where what kernels cost besides reading weights shows.
 
-Two kernels. Programs of the first stream the rows of gate and up of each pair through a ring in shared memory; when
-nearly all that they read is under way they let the second begin, whose programs copy all rows of w_down that they need
-into shared memory while the first still computes: they depend on the indices alone. No tensor cores.
+Two kernels. Programs of the first stream the rows of gate and up of each pair through a ring in shared memory. The
+second begins beside it: its programs copy all rows of w_down that they need into shared memory, which depends on the
+indices alone, one on a multiprocessor while the first kernel computes, others when programs of the first end. No tensor
+cores. Code too is read from memory before it runs, so there is little of it: shapes are constants, loops stay loops,
+and each of two numbers in 32 bits becomes float32 by one instruction.
 """
 
 import torch
@@ -19,11 +21,21 @@ from adatom.tiles.triton_dense import remembered
 
 async_copy = _with(_async_copy, async_load=getattr(_async_copy, "async_copy_global_to_shared", None))
 
-ROWS = 8  # of a matrix, of a program: a warp each
+ROWS = 4  # of a matrix, of a program
 WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and up each
-AHEAD = 4  # uses of the ring that are not under way yet when the second kernel may begin
-PROGRAMS = 2  # of the first kernel on a multiprocessor
+PROGRAMS, WARPS = 4, 2  # of the first kernel on a multiprocessor, and of each of them
 NARROW = 256  # columns of the second kernel's boxes
+TURN = 4  # boxes that the second kernel multiplies at once: a warp each
+
+
+@gluon.jit
+def _halves(x, like):
+    """Both numbers of each 32 bits, of like's dtype, in float32."""
+    if like.dtype.element_ty == gl.bfloat16:
+        return (x << 16).to(gl.float32, bitcast=True), (x & -65536).to(gl.float32, bitcast=True)
+    else:
+        low, high = x.to(gl.int16), (x >> 16).to(gl.int16)
+        return (low.to(gl.float16, bitcast=True).to(gl.float32), high.to(gl.float16, bitcast=True).to(gl.float32))
 
 
 @gluon.jit
@@ -37,63 +49,65 @@ def _experts(Indices, experts, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(n, units, steps, blocks, W, Indices, gate_s, up_s, experts, K, N, stride_e, stride_j, WIDE: gl.constexpr,
-           ROWS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
+def _fetch(n, W, Indices, gate_s, up_s, experts, stride_e, stride_j, K: gl.constexpr, N: gl.constexpr,
+           PAIRS: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin to copy what this program's use n of the ring holds, if its pair has an expert."""
-    u = gl.program_id(0) + n // steps * gl.num_programs(0)
-    e = gl.load(Indices + gl.minimum(u, units - 1) // blocks)
-    if (u < units) & (e >= 0) & (e < experts):
-        j = u % blocks * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        k = n % steps * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
+    BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
+    STEPS: gl.constexpr = (K + WIDE - 1) // WIDE
+    u = gl.program_id(0) + n // STEPS * gl.num_programs(0)
+    e = gl.load(Indices + gl.minimum(u, PAIRS * BLOCKS - 1) // BLOCKS)
+    if (u < PAIRS * BLOCKS) & (e >= 0) & (e < experts):
+        j = u % BLOCKS * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        k = n % STEPS * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
         at = gl.minimum(j, N - 1).to(gl.int64) * stride_j
         rows = W + e.to(gl.int64) * stride_e + at[:, None] + k[None, :]
         mask = (j < N)[:, None] & (k < K)[None, :]
         async_copy.async_load(gate_s.index(n % STAGES), rows, mask=mask)
-        async_copy.async_load(up_s.index(n % STAGES), rows + N.to(gl.int64) * stride_j, mask=mask)
+        async_copy.async_load(up_s.index(n % STAGES), rows + N * stride_j.to(gl.int64), mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["experts"])
-def _gate_kernel(X, W, Indices, A, experts, K, N, stride_x, stride_e, stride_j, ACT: gl.constexpr, PAIRS: gl.constexpr,
-                 TOP_K: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
-                 AHEAD: gl.constexpr):
+def _gate_kernel(X, W, Indices, A, experts, stride_x, stride_e, stride_j, K: gl.constexpr, N: gl.constexpr,
+                 ACT: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
+                 STAGES: gl.constexpr, WARPS: gl.constexpr):
     """A (pairs, N) = act(gate) * up of each pair that has an expert, by its number; anything
     of those that have none."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ROWS, 1], [1, 0])
+    COPIES: gl.constexpr = gl.BlockedLayout([ROWS // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // WARPS, 4], [1, 32], [WARPS, 1], [1, 0])  # of two numbers each
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
     gate_s = gl.allocate_shared_memory(W.dtype.element_ty, [STAGES, ROWS, WIDE], PLAIN)
     up_s = gl.allocate_shared_memory(W.dtype.element_ty, [STAGES, ROWS, WIDE], PLAIN)
-    K = K // 8 * 8  # as they are: the compiler learns that 16 bytes of a row lie together
-    stride_x = stride_x // 8 * 8
+    gates_s = gate_s.reinterpret(gl.int32, [STAGES, ROWS, WIDE // 2], PLAIN)
+    ups_s = up_s.reinterpret(gl.int32, [STAGES, ROWS, WIDE // 2], PLAIN)
+    stride_x = stride_x // 8 * 8  # as they are: the compiler learns that 16 bytes of a row lie together
     stride_e = stride_e // 8 * 8
     stride_j = stride_j // 8 * 8
     wait_for_previous(True)
-    blocks = (N + ROWS - 1) // ROWS
-    steps = (K + WIDE - 1) // WIDE
-    units = PAIRS * blocks
+    let_next(True)
     for n in gl.static_range(STAGES - 1):
-        _fetch(blocks * 0 + n, units, steps, blocks, W, Indices, gate_s, up_s, experts, K, N, stride_e, stride_j, WIDE,
-               ROWS, STAGES, LAYOUT)
-    n = blocks * 0
-    last = (units - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0) * steps - AHEAD - STAGES + 1
-    for u in range(gl.program_id(0), units, gl.num_programs(0)):
-        pair = u // blocks
-        gates = gl.zeros([ROWS, WIDE], gl.float32, LAYOUT)
-        ups = gl.zeros([ROWS, WIDE], gl.float32, LAYOUT)
-        for step in range(steps):
-            k = step * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
-            x = gl.load(X + (pair // TOP_K).to(gl.int64) * stride_x + k, mask=k < K, other=0.0).to(gl.float32)[None, :]
+        _fetch(n, W, Indices, gate_s, up_s, experts, stride_e, stride_j, K, N, PAIRS, ROWS, WIDE, STAGES, COPIES)
+    n = gl.program_id(0) * 0
+    for u in range(gl.program_id(0), PAIRS * BLOCKS, gl.num_programs(0)):
+        pair = u // BLOCKS
+        row = (X + (pair // TOP_K).to(gl.int64) * stride_x).to(gl.pointer_type(gl.int32), bitcast=True)
+        gates = gl.zeros([ROWS, WIDE // 2], gl.float32, LAYOUT)
+        ups = gl.zeros([ROWS, WIDE // 2], gl.float32, LAYOUT)
+        for step in range((K + WIDE - 1) // WIDE):
+            k = step * (WIDE // 2) + gl.arange(0, WIDE // 2, gl.SliceLayout(0, LAYOUT))
+            x0, x1 = _halves(gl.load(row + k, mask=k < K // 2, other=0)[None, :], X)
             async_copy.wait_group(STAGES - 2)
-            gates += gate_s.index(n % STAGES).load(LAYOUT).to(gl.float32) * x
-            ups += up_s.index(n % STAGES).load(LAYOUT).to(gl.float32) * x
-            _fetch(n + STAGES - 1, units, steps, blocks, W, Indices, gate_s, up_s, experts, K, N, stride_e, stride_j,
-                   WIDE, ROWS, STAGES, LAYOUT)
+            w0, w1 = _halves(gates_s.index(n % STAGES).load(LAYOUT), W)
+            gates += w0 * x0 + w1 * x1
+            w0, w1 = _halves(ups_s.index(n % STAGES).load(LAYOUT), W)
+            ups += w0 * x0 + w1 * x1
+            _fetch(n + STAGES - 1, W, Indices, gate_s, up_s, experts, stride_e, stride_j, K, N, PAIRS, ROWS, WIDE,
+                   STAGES, COPIES)
             n += 1
-            if n == last:  # nearly all that this program reads is under way
-                let_next(True)
         value, _ = value_and_slope(gl.sum(gates, 1), ACT)
         a = value * gl.sum(ups, 1)
-        j = u % blocks * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        j = u % BLOCKS * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         gl.store(A + pair.to(gl.int64) * N + j, a.to(A.dtype.element_ty), mask=j < N)
 
 
@@ -117,74 +131,96 @@ def _order(Order, Offsets, Places, found, experts, PAIRS: gl.constexpr, ITEMS: g
         gl.store(Offsets + i - PAIRS, place, mask=(i >= PAIRS) & (i <= PAIRS + experts))
 
 
-@gluon.jit(do_not_specialize=["experts"])
-def _down_kernel(A, W, Indices, Weights, Out, Order, Offsets, Places, experts, K, N, stride_e, stride_j, stride_t,
-                 stride_w, PAIRS: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr, NARROW: gl.constexpr,
-                 CHUNKS: gl.constexpr):
+@gluon.jit(do_not_specialize=["experts", "fetches"])
+def _down_kernel(A, W, Indices, Weights, Out, Order, Offsets, Places, experts, stride_e, stride_j, stride_t, stride_w,
+                 fetches, K: gl.constexpr, N: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr,
+                 ROWS: gl.constexpr, NARROW: gl.constexpr, TURN: gl.constexpr):
     """Out (tokens, N): the sum over a token's pairs of weight * A W[e]^T; dropped ones add nothing. The last program
-    orders the pairs."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ROWS, 1], [1, 0])
-    w_s = gl.allocate_shared_memory(W.dtype.element_ty, [TOP_K * CHUNKS, ROWS, NARROW],
+    orders the pairs.
+
+    A box holds some columns of a pair's rows; TURN of them are multiplied at once. fetches: pairs whose boxes are
+    copied, which are zeros where there is no pair or no expert; not a constant, so that the loop stays one.
+    """
+    COPIES: gl.constexpr = gl.BlockedLayout([ROWS // TURN, 8], [1, 32], [TURN, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, ROWS, 4], [1, 1, 32], [TURN, 1, 1], [2, 1, 0])  # of two numbers each
+    BOXES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT))
+    BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
+    CHUNKS: gl.constexpr = (K + NARROW - 1) // NARROW
+    TURNS: gl.constexpr = (TOP_K * CHUNKS + TURN - 1) // TURN
+    w_s = gl.allocate_shared_memory(W.dtype.element_ty, [TURNS * TURN, ROWS, NARROW],
                                     gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    K = K // 8 * 8
     stride_e = stride_e // 8 * 8
     stride_j = stride_j // 8 * 8
-    blocks = (N + ROWS - 1) // ROWS
-    token = gl.program_id(0) // blocks
+    token = gl.program_id(0) // BLOCKS
     if token * TOP_K >= PAIRS:
         let_next(True)
         wait_for_previous(True)
-        _order(Order, Offsets, Places, _experts(Indices, experts, PAIRS), experts, PAIRS, 256, ROWS)
+        _order(Order, Offsets, Places, _experts(Indices, experts, PAIRS), experts, PAIRS, 256, TURN)
     else:
-        found = _experts(Indices + token * TOP_K, experts, TOP_K)
-        j = gl.program_id(0) % blocks * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        at = (gl.minimum(j, N - 1).to(gl.int64) * stride_j)[:, None]
-        k = gl.arange(0, NARROW, gl.SliceLayout(0, LAYOUT))
-        for p in gl.static_range(TOP_K):
-            if found[p] >= 0:
-                rows = W + found[p].to(gl.int64) * stride_e + at + k[None, :]
-                for c in gl.static_range(CHUNKS):
-                    async_copy.async_load(w_s.index(p * CHUNKS + c), rows + c * NARROW,
-                                          mask=(j < N)[:, None] & (k + c * NARROW < K)[None, :])
-            async_copy.commit_group()
-        let_next(True)
-        wait_for_previous(True)
-        A += token * TOP_K * K
-        Weights += token.to(gl.int64) * stride_t
-        values = ()
-        for p in gl.static_range(TOP_K):
-            w = gl.load(Weights + p * stride_w).to(gl.float32)
+        Indices += token * TOP_K
+        first = gl.program_id(0) % BLOCKS * ROWS
+        j = first + gl.arange(0, ROWS, gl.SliceLayout(1, COPIES))
+        k = gl.arange(0, NARROW, gl.SliceLayout(0, COPIES))
+        rows = W + (gl.minimum(j, N - 1).to(gl.int64) * stride_j)[:, None] + k[None, :]
+        for p in range(fetches):
+            e = gl.load(Indices + gl.minimum(p, TOP_K - 1))
+            there = (p < TOP_K) & (e >= 0) & (e < experts)
+            at = rows + gl.where(there, e, 0).to(gl.int64) * stride_e
             for c in gl.static_range(CHUNKS):
-                m = (k + c * NARROW < K) & (found[p] >= 0)
-                values = values + (gl.load(A + p * K + c * NARROW + k, mask=m, other=0.0),)
-            values = values + (w,)
-        total = gl.zeros([ROWS, NARROW], gl.float32, LAYOUT)
-        for p in gl.static_range(TOP_K):
-            async_copy.wait_group(TOP_K - 1 - p)
-            if found[p] >= 0:
-                y = gl.zeros([ROWS, NARROW], gl.float32, LAYOUT)
-                for c in gl.static_range(CHUNKS):
-                    a = values[p * (CHUNKS + 1) + c].to(gl.float32)
-                    y += w_s.index(p * CHUNKS + c).load(LAYOUT).to(gl.float32) * a[None, :]
-                total += y * values[p * (CHUNKS + 1) + CHUNKS]
-        gl.store(Out + token * N + j, gl.sum(total, 1).to(Out.dtype.element_ty), mask=j < N)
+                if p * CHUNKS + c < TURNS * TURN:
+                    mask = (j < N)[:, None] & (k + c * NARROW < K)[None, :] & there
+                    async_copy.async_load(w_s.index(p * CHUNKS + c), at + c * NARROW, mask=mask)
+        async_copy.commit_group()
+        let_next(True)
+        box = gl.arange(0, TURN, BOXES)
+        weights = ()
+        for t in gl.static_range(TURNS):
+            p = gl.minimum((t * TURN + box) // CHUNKS, TOP_K - 1)
+            e = gl.load(Indices + p)
+            w = gl.load(Weights + token.to(gl.int64) * stride_t + p * stride_w).to(gl.float32)
+            there = (t * TURN + box < TOP_K * CHUNKS) & (e >= 0) & (e < experts)
+            weights = weights + (gl.where(there, w, 0.0)[:, None], there[:, None])
+        wait_for_previous(True)
+        row = (A + token * TOP_K * K).to(gl.pointer_type(gl.int32), bitcast=True)
+        k = gl.arange(0, NARROW // 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
+        values = ()
+        for t in gl.static_range(TURNS):
+            boxes = (t * TURN + box)[:, None]
+            at = boxes % CHUNKS * (NARROW // 2) + k
+            mask = (at < K // 2) & weights[2 * t + 1]
+            values = values + (gl.load(row + boxes // CHUNKS * (K // 2) + at, mask=mask, other=0),)
+        async_copy.wait_group(0)
+        gl.barrier()
+        boxes_s = w_s.reinterpret(gl.int32, [TURNS, TURN, ROWS, NARROW // 2],
+                              gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        total = gl.zeros([TURN, ROWS, NARROW // 2], gl.float32, LAYOUT)
+        for t in gl.static_range(TURNS):
+            a0, a1 = _halves(values[t], W)
+            w0, w1 = _halves(boxes_s.index(t).load(LAYOUT), W)
+            total += w0 * gl.expand_dims(a0 * weights[2 * t], 1)
+            total += w1 * gl.expand_dims(a1 * weights[2 * t], 1)
+        y = gl.sum(gl.sum(total, 2), 0)
+        j = first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        gl.store(Out + token * N + j, y.to(Out.dtype.element_ty), mask=j < N)
 
 
 def _gate(tensors, act):
     x, w, indices, a = tensors
-    (experts, _, k), (pairs, n) = w.shape, a.shape
-    meta = dict(ACT=act, PAIRS=pairs, TOP_K=indices.shape[1], ROWS=ROWS, WIDE=WIDE, STAGES=STAGES, AHEAD=AHEAD)
+    (_, _, k), (pairs, n) = w.shape, a.shape
+    shape = dict(K=k, N=n, ACT=act, PAIRS=pairs, TOP_K=indices.shape[1])
+    meta = shape | dict(ROWS=ROWS, WIDE=WIDE, STAGES=STAGES, WARPS=WARPS, num_warps=WARPS, launch_pdl=True)
     programs = min(pairs * -(-n // ROWS), PROGRAMS * facts(x.device).sms)
-    scalars = (experts, k, n, x.stride(0), *w.stride()[:2])
-    return Launch(_gate_kernel, programs, scalars, meta | dict(num_warps=ROWS, launch_pdl=True), spill=16)
+    return Launch(_gate_kernel, programs, (w.shape[0], x.stride(0), *w.stride()[:2]), meta)
 
 
 def _down(tensors):
     a, w, indices, weights, *_ = tensors
     (experts, n, k), (tokens, top_k) = w.shape, indices.shape
-    meta = dict(PAIRS=tokens * top_k, TOP_K=top_k, ROWS=ROWS, NARROW=NARROW, CHUNKS=-(-k // NARROW))
-    scalars = (experts, k, n, *w.stride()[:2], *weights.stride())
-    return Launch(_down_kernel, tokens * -(-n // ROWS) + 1, scalars, meta | dict(num_warps=ROWS, launch_pdl=True))
+    chunks = -(-k // NARROW)
+    fetches = -(-(-(-top_k * chunks // TURN) * TURN) // chunks)
+    meta = dict(K=k, N=n, PAIRS=tokens * top_k, TOP_K=top_k, ROWS=ROWS, NARROW=NARROW, TURN=TURN)
+    scalars = (experts, *w.stride()[:2], *weights.stride(), fetches)
+    return Launch(_down_kernel, tokens * -(-n // ROWS) + 1, scalars, meta | dict(num_warps=TURN, launch_pdl=True))
 
 
 def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:

@@ -86,7 +86,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
         return y if residual is None else (y, h)
     given = _checked(x, residual, weight, bias, eps)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        y, h, *_ = reference.forward(*given, eps, centred)
+        y, h, *_ = reference.forward(*given, eps, centred, False)
     else:
         y, h, *_ = norm_fwd(*given, eps, centred, backend)
     return y if residual is None else (y, h)

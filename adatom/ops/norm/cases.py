@@ -25,6 +25,7 @@ class Case(NamedTuple):
     weight, bias, residual: their dtypes, None where absent. layout: "" for contiguous tensors; "cut" for x, residual
         and dy cut out of wider ones, "swapped" for leading dimensions in another order in memory, "last" for a last
         dimension that is not contiguous. offset: the mean of x. quiet: the new residual is not differentiated.
+    keep: the forward keeps its statistics for a backward.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     layout: str = ""
     offset: float = 0.0
     quiet: bool = False
+    keep: bool = True
 
     @property
     def op(self) -> str:
@@ -147,6 +149,8 @@ SMALL: tuple[Case, ...] = (
     _rms("bf16 rms one row", 1, 50, BF16),
     _rms("f32 rms one column", 40, 1, F32),
     _rms("bf16 rms no rows", (0, 3), 16, BF16),
+    _rms("bf16 rms alone", 21, 80, BF16, residual=BF16, keep=False),
+    _layer("f32 layer alone", 21, 40, F32, keep=False),
 )
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768)
 _EVEN = tuple(
@@ -177,6 +181,8 @@ GPU: tuple[Case, ...] = (
     _layer("f32 layer last large", (30, 70), 384, F32, layout="last"),
     _layer("f32 layer offset large", 500, 4096, F32, offset=1000.0),
     _layer("f32 layer offset long", 50, 70000, F32, offset=1000.0),
+    *(_rms(f"bf16 rms alone {n}", 517, n, BF16, keep=False) for n in (1024, 4096, 16384)),
+    *(_layer(f"bf16 layer alone {n}", 517, n, BF16, keep=False) for n in (1024, 8192, 100003)),
     _rms("bf16 rms huge", 2**20 + 7, 2064, BF16),
 )
 _QUICK = ("1024", "8192", "32768", "131072", "training", "swapped")
@@ -192,6 +198,7 @@ COMPILE: tuple[Case, ...] = (
     _rms("bf16 rms 65536", 64, 65536, BF16),
     _layer("f32 layer residual 100003", 64, 100003, F32, residual=F32),
     _rms("bf16 rms swapped", (8, 16, 100), 128, BF16, layout="swapped"),
+    *(_layer(f"bf16 layer alone {n}", 4096, n, BF16, keep=False) for n in (1024, 8192, 32768)),
 )
 COMPILE_QUICK = ("bf16 rms 4096", "bf16 layer 1024", "bf16 rms residual 32768", "f32 layer residual 100003")
 

@@ -45,7 +45,7 @@ def _fwd(
     backend: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     posed = problem(x, residual, weight, bias, centred)
-    return _launch("norm_fwd", posed, backend, x, residual, weight, bias, eps, centred)
+    return _launch("norm_fwd", posed, backend, x, residual, weight, bias, eps, centred, True)
 
 
 def _bwd(
@@ -141,11 +141,11 @@ class Plan:
         """y and h of the tensors, differentiable if one of them wants it."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
             return super(Function, PlannedNorm).apply(self, *given)
-        return self.run(*given)[:2]
+        return self.run(False, *given)[:2]
 
-    def run(self, x: Any, *rest: Any) -> tuple[Tensor | None, ...]:
-        """y, h, mean and rstd."""
-        y, h, *statistics = on_device(self.forward, x, x, *rest, *self.options[:2])
+    def run(self, keep: bool, x: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+        """y, h, mean and rstd; keep: whether a backward may follow."""
+        y, h, *statistics = on_device(self.forward, x, x, *rest, *self.options[:2], keep)
         assert y is not None
         return y.contiguous(), None if h is None else h.contiguous(), *statistics
 
@@ -155,7 +155,7 @@ class PlannedNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, residual: Any, weight: Any, bias: Any) -> Any:
-        y, h, mean, rstd = plan.run(x, residual, weight, bias)
+        y, h, mean, rstd = plan.run(True, x, residual, weight, bias)
         ctx.save_for_backward(x if h is None else h, weight, bias, mean, rstd)
         ctx.plan, ctx.dtypes = plan, (x.dtype, None if residual is None else residual.dtype)
         ctx.set_materialize_grads(False)

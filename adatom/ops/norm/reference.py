@@ -48,16 +48,21 @@ def normalised(h: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Te
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor | None, ...]:
-    """y in x's dtype, h (None without a residual), m (None in RMS norm) and r, both of x's shape less the last."""
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
+    keep: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """y in x's dtype, h (None without a residual), m (None in RMS norm) and r, both of x's shape less the last.
+
+    keep: whether a backward may follow, which wants m and r; without, both are None.
+    """
     h = x if residual is None else x.to(sum_dtype(x, residual)) + residual
     y, r, m = normalised(h, eps, centred)
     if weight is not None:
         y = y * _wide(weight)
     if bias is not None:
         y = y + _wide(bias)
-    return y.to(x.dtype), None if residual is None else h, None if m is None else m.squeeze(-1), r.squeeze(-1)
+    kept = (None if m is None else m.squeeze(-1), r.squeeze(-1)) if keep else (None, None)
+    return y.to(x.dtype), None if residual is None else h, *kept
 
 
 def backward(

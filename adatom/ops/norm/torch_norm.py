@@ -18,11 +18,12 @@ def _alike(*tensors: Tensor | None) -> bool:
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor | None, ...]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
+    keep: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(y, h, mean, rstd)."""
     if not _alike(x, residual, weight, bias):
-        return reference.forward(x, residual, weight, bias, eps, centred)
+        return reference.forward(x, residual, weight, bias, eps, centred, keep)
     h, mean = x if residual is None else x + residual, None
     if centred:
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], weight, bias, eps)
@@ -34,7 +35,7 @@ def forward(
             y.mul_(weight)
         if bias is not None:
             y.add_(bias)
-    return y, None if residual is None else h, mean, rstd.squeeze(-1)
+    return y, None if residual is None else h, *((mean, rstd.squeeze(-1)) if keep else (None, None))
 
 
 def backward(

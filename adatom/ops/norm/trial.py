@@ -62,9 +62,9 @@ class Trial:
         """What a launcher of a pass gets, given what a forward returned; nothing stands for the truth, rounded."""
         x, _, weight, bias = self.given
         if op == "norm_fwd":
-            return *self.given, EPS, self.case.centred
-        if not results:
-            true = self.truth("norm_fwd")
+            return *self.given, EPS, self.case.centred, self.case.keep
+        if not results or not self.case.keep:
+            true = self._by_reference("norm_fwd", torch.float64, keep=True)
             results = tuple(true[n].to(self.dtypes[n]) if n in true else None for n in OUTPUTS["norm_fwd"])
         _, h, mean, rstd = results
         return x if h is None else h, weight, bias, mean, rstd, self.dy, self.dh, EPS, self.case.centred, self.wants
@@ -72,20 +72,20 @@ class Trial:
     def truth(self, op: str) -> Tensors:
         """The results of a pass by the reference in float64, of inputs as the kernel gets them."""
         if op not in self._truth:
-            self._truth[op] = self._by_reference(op, torch.float64)
+            self._truth[op] = self._by_reference(op, torch.float64, self.case.keep)
         return self._truth[op]
 
     def _sum(self) -> Tensor:
         x, residual = self.given[:2]
         return x if residual is None else x.to(sum_dtype(x, residual)) + residual
 
-    def _by_reference(self, op: str, dtype: torch.dtype | None) -> Tensors:
+    def _by_reference(self, op: str, dtype: torch.dtype | None, keep: bool) -> Tensors:
         def cast(t: Tensor | None) -> Any:
             return t if t is None or dtype is None else t.to(dtype)
 
         h, (_, residual, weight, bias), c = cast(self._sum()), self.given, self.case.centred
         if op == "norm_fwd":  # of h as it is rounded, which is no part of the arithmetic
-            y, _, mean, rstd = reference.forward(h, None, cast(weight), cast(bias), EPS, c)
+            y, _, mean, rstd = reference.forward(h, None, cast(weight), cast(bias), EPS, c, keep)
             assert y is not None
             return named(op, (y if dtype else y.to(self.dtypes["y"]), None if residual is None else h, mean, rstd))
         given = (h, cast(weight), cast(bias), None, None, cast(self.dy), cast(self.dh), EPS, c, self.wants)
@@ -94,7 +94,7 @@ class Trial:
     def yardsticks(self, op: str) -> tuple[Tensors, ...]:
         """What PyTorch makes of a pass in the precision of the case: by its own operators and autograd, where all
         tensors are of one dtype, and by the reference's formulas."""
-        formulas = self._by_reference(op, None)
+        formulas = self._by_reference(op, None, self.case.keep)
         if self._autograd is None:
             return (formulas,)
         return {n: self._autograd.get(n, t) for n, t in formulas.items()}, formulas

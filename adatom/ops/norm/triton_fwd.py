@@ -22,7 +22,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(32, 4),
     (2, 256): Config(16, 4),
     (2, 512): Config(8, 4),
-    (2, 1024): Config(2, 4),
+    (2, 1024): Config(4, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
     (2, 8192): Config(1, 4),
@@ -40,6 +40,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
 }
 # layer norm: per_sm for rows that are held in 16 bits
 LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
+RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1)}  # RMS norm of a sum
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -68,7 +69,7 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
                 eps,
                 DIMS: tl.constexpr, CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, EVEN_R: tl.constexpr, EVEN_N: tl.constexpr, WHOLE: tl.constexpr,
-                HELD: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr,
+                HELD: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr,
                 BLOCK_N: tl.constexpr):
     after_previous(EARLY)
     j = tl.arange(0, BLOCK_N)[None, :]
@@ -151,16 +152,19 @@ def _fwd_kernel(X, Residual, Weight, Bias, Y, H, Mean, Rstd, x0, x1, x2, r0, r1,
             if BIAS:
                 y += tl.load(Bias + n + j, mask=m_j, other=0.0).to(tl.float32)
             tl.store(Y + at + n + j, y.to(Y.dtype.element_ty), mask=m, eviction_policy="evict_first")
-    if CENTRED:
-        tl.store(Mean + i, mean, mask=m_i)
-    tl.store(Rstd + i, rstd, mask=m_i)
+    if KEEP:
+        if CENTRED:
+            tl.store(Mean + i, mean, mask=m_i)
+        tl.store(Rstd + i, rstd, mask=m_i)
 
 
-def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool) -> Launch:
+def _launch(
+    r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool, keep: bool
+) -> Launch:
     x, residual = r.tensors
     assert x is not None
     device, length, size = facts(x.device), r.length, x.element_size()
-    configs = LAYER if centred else CONFIGS
+    configs = LAYER if centred else CONFIGS if residual is None else RESIDUAL
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
@@ -176,6 +180,7 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
         "EVEN_N": length % block == 0,
         "WHOLE": config.chunks == 1,
         "HELD": held,
+        "KEEP": keep,
         "EARLY": device.arch >= 90,
         "PIECE": 16 // size,
         "BLOCK_R": config.rows,
@@ -189,21 +194,21 @@ def _launch(r: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None, eps
 
 def forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-    centred: bool,
+    centred: bool, keep: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """y, h, mean and rstd; the contract is that of reference.py."""
     wide = statistics_dtype(x.dtype)
     y = x.new_empty(x.shape)
     h = None if residual is None else x.new_empty(x.shape, dtype=sum_dtype(x, residual))
-    rstd = x.new_empty(x.shape[:-1], dtype=wide)
-    mean = torch.empty_like(rstd) if centred else None
-    if x.shape[-1] == 0:
+    rstd = x.new_empty(x.shape[:-1], dtype=wide) if keep else None
+    mean = torch.empty_like(rstd) if keep and centred else None
+    if keep and x.shape[-1] == 0:
         rstd.fill_(float("nan"))
     if y.numel() == 0:
         return y, h, mean, rstd
-    options = "fwd", eps, centred, facts(x.device)
+    options = "fwd", eps, centred, keep, facts(x.device)
     launch, rows = remembered(
-        (x, residual), (weight, bias), options, lambda r: _launch(r, weight, bias, eps, centred)
+        (x, residual), (weight, bias), options, lambda r: _launch(r, weight, bias, eps, centred, keep)
     )
     launch(*rows, weight, bias, y, h, mean, rstd)
     return y, h, mean, rstd
