@@ -247,7 +247,7 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_p
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
 
-_WHOLE = 384  # keys, which a program of dQ takes all
+_WHOLE = 384  # keys, which a program of dQ takes all, if TMA can read lse: where rows begin at multiples of 16 bytes
 CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers, registers
 
 
@@ -270,7 +270,7 @@ def _launches(
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
     before, behind = None, None
-    if call.len_k <= _WHOLE:
+    if call.len_k <= _WHOLE and call.len_q % 4 == 0:
         sums = rows_launch(call, x.bias, n_m * m, dlse)
     else:
         before = ahead(call, m, out, dout, dlse)
