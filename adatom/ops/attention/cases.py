@@ -324,6 +324,11 @@ GPU: tuple[Case, ...] = (
     Case("counted packed tiles 64", 24, 8, 2, 1000, 1000, 64, 64, BF16, varlen=True, causal=True, sinks=True),
     Case("counted packed tiles, rising", 9, 8, 4, 1500, 1500, 96, 80, BF16, varlen=True, causal=True, magnitude=30.0),
     Case("counted packed tiles, more keys", 24, 8, 8, 900, 1000, 128, 128, BF16, varlen=True, causal=True),
+    # the Hopper backward under a right edge alone at head_dim 128, beside what it may be beside
+    Case("right edge 100", 4, 16, 16, 1100, 1300, 128, 128, BF16, window=(None, 100)),
+    Case("right edge, softcap", 2, 8, 4, 500, 421, 96, 80, BF16, causal=True, softcap=5.0),
+    Case("right edge, bias per key", 2, 8, 4, 333, 421, 128, 128, BF16, causal=True, bias="b11k"),
+    Case("right edge, more queries", 2, 8, 8, 700, 421, 128, 128, F16, causal=True, sinks=True),
     # columns in two halves, without maxima; and scores for which that will not do
     Case("halves 192 causal", 20, 8, 4, 1024, 1152, 192, 192, BF16, causal=True, sinks=True),
     Case("halves 256 causal", 20, 4, 4, 1100, 1228, 256, 200, BF16, causal=True),

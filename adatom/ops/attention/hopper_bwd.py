@@ -246,6 +246,7 @@ def _launches(
     dim = next(d for d in (32, 64, 128) if max(call.head_dim, call.head_dim_v) <= d)
     left, right, lens = call.left >= 0, call.right >= 0, x.kv_lens is not None
     config = CONFIGS[dim, left or right or lens or call.varlen]
+    assert dim < 128 or (config.parts, config.late) == (1, False)  # Plan.DENSE waits for products in that order
     inside = _inside(call, dim, config)
     splits = _splits(call, dim, ordered)
     call.kv_heads *= splits  # from here on each part is a head

@@ -188,29 +188,22 @@ def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
-    """(end, low, high): query j sees key i of a consumer if i < end and j + low <= i <= j + high."""
+def _edges(n0, len_q, len_k, right, C: gl.constexpr):
+    """(end, high): query j sees key i of a consumer if i < end and i <= j + high."""
     start = n0 + C * HALF
-    diagonal = len_k - len_q - start
-    return len_k - start, diagonal - left, diagonal + right
+    return len_k - start, len_k - len_q - start + right
 
 
 @gluon.jit
 def _masked(s, m, edges, PLAN: gl.constexpr):
     """The scores [keys, queries] of block m, -inf where the query does not see the key. Every block is masked: a branch
     costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
-    if PLAN.LEFT or PLAN.RIGHT or not PLAN.EVEN_N:
-        end, low, high = edges
-        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-        j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        at = m * PLAN.BLOCK_M
-        seen = i < (HALF if PLAN.EVEN_N else end)
-        if PLAN.RIGHT:
-            seen = seen & (i - (at + high) - (j & 6) <= (j & ~6))
-        if PLAN.LEFT:
-            seen = seen & (i - (at + low) - (j & 6) >= (j & ~6))
-        s = gl.where(seen, s, float("-inf"))
-    return s
+    end, high = edges
+    i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+    j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    seen = i < (HALF if PLAN.EVEN_N else end)
+    seen = seen & (i - (m * PLAN.BLOCK_M + high) - (j & 6) <= (j & ~6))
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -253,7 +246,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
     m, h, block = before_first(hk, first, begin, sharing, stride)
     ragged = n0 + BLOCK_N > len_k
-    edges = _edges(n0, len_q, len_k, left, right, C)
+    edges = _edges(n0, len_q, len_k, right, C)
     for j in range(blocks * sharing):
         before = block
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)

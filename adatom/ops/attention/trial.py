@@ -317,6 +317,8 @@ COMPILE: tuple[Case, ...] = (
     ),
     *(Case(f"bf16 {d} varlen, other keys", 2, 4, 2, 500, 512, d, d, BF16, varlen=True, causal=True) for d in (64, 128)),
     Case("bf16 192 causal", 2, 4, 2, 512, 512, 192, 192, BF16, causal=True),
+    Case("bf16 128 softcap causal", 2, 4, 2, 512, 512, 128, 128, BF16, softcap=20.0, causal=True),
+    Case("bf16 128 bias b11k causal", 2, 4, 2, 512, 512, 128, 128, BF16, bias="b11k", causal=True),
     Case("bf16 64 apart causal", 2, 4, 2, 512, 512, 64, 64, BF16, layout="apart", causal=True),
     Case("f16 256x128 window kv_lens", 2, 4, 2, 512, 512, 256, 128, F16, window=(64, 32), kv_lens=True),
     Case("bf16 192x256 kv_lens causal", 2, 4, 2, 512, 512, 192, 256, BF16, kv_lens=True, causal=True),
