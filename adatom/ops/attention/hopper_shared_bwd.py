@@ -9,8 +9,9 @@ that a tile is read once for all. S^T and dP^T are formed transposed: P^T and dS
 never meet. With three warps for a scheduler, one exponentiates while others wait for their products.
 
 lse and delta are subtracted by products, too: of a matrix of -1 with E, which has three parts in bfloat16 of each, so
-that no warp reads what lies along its columns. To 384 keys dQ and the gradient of the bias come first, from
-hopper_shared_rows.py, which writes E, too. Elsewhere this kernel comes first and clears the float32 sum of dQ.
+that no warp reads what lies along its columns. To 384 keys (of queries that are a multiple of 4 in number) dQ and the
+gradient of the bias come first, from hopper_shared_rows.py, which writes E, too. Elsewhere this kernel comes first and
+clears the float32 sum of dQ.
 """
 
 from typing import NamedTuple
