@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from adatom import evidence, registry
+from adatom import device, evidence, registry
 from adatom.bench import report, run, timing
 from adatom.bench import rivals as contests
 from adatom.bench import rivals_attention as rivals
@@ -25,6 +25,7 @@ from adatom.ops.attention import cases
 from adatom.ops.attention.cases import BF16, F32, Case
 
 CPU = torch.device("cpu")
+H100 = device.Device("cuda", 90, 132, 232448)
 TINY = Case("tiny", 1, 2, 2, 24, 24, 16, 16, F32)
 BIASED = Case("biased", 2, 2, 2, 17, 23, 8, 8, F32, bias="1hqk")
 EVERY_OPTION = Case(
@@ -380,6 +381,16 @@ def test_a_backend_that_cannot_run_fails_in_words(small_cases: None, cheap: None
     result = invoke("--group", "plain", "--quick", "--backend", "triton", "--rivals", "none")
     assert result.exit_code == 1
     assert "needs a CUDA device" in result.output
+
+
+def test_deterministic_rows_can_be_asked_for(small_cases: None, cheap: None) -> None:
+    result = invoke("--group", "plain", "--quick", "--backend", "deterministic", "--rivals", "none")
+    assert result.exit_code == 0, result.output
+    case = Case("long", *(2, 16, 16, 2048, 2048, 64, 64, BF16))
+    given = {name: torch.empty(2, 16, 2048, 64, dtype=BF16, device="meta") for name in ("q", "k", "v")}
+    with device.pretend(H100):
+        rows = [run.chosen(case, given, ("forward", "backward"), b)["backward"] for b in (None, "deterministic")]
+    assert [(row.backend, row.deterministic) for row in rows] == [("hopper", False), ("hopper_ordered", True)]
 
 
 @pytest.mark.parametrize(

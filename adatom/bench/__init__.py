@@ -36,7 +36,7 @@ def command(
     op: Annotated[str | None, typer.Argument(help="The op to time, or science; default: every op.")] = None,
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Only this backend of adatom.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend of adatom; or deterministic.")] = None,
     record: Annotated[
         Path | None,
         typer.Option(help="Write all results to this JSON file, beside those of other cases in it."),
@@ -70,8 +70,8 @@ def command(
             raise ValueError(f"no device {where}; see `adatom doctor`")
         mine = PASSES if op is None else ("attention" if op == "science" else op,)
         known = dict.fromkeys(row.backend for o in mine for p in PASSES[o] for row in rows(p))
-        if backend not in (None, *known):
-            raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}")
+        if backend not in (None, "deterministic", *known):
+            raise ValueError(f"no backend {backend!r}; there are: {', '.join(known)}, and deterministic")
         chosen = select(rivals)
         if tune and (where.type != "cuda" or op not in (None, "attention")):
             raise ValueError("--tune needs a GPU, and knows the kernels of attention only")
