@@ -508,7 +508,7 @@ def command(
     kv_lens: Annotated[bool, typer.Option("--kv-lens", help="Ragged keys in a padded batch.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed sequences of random lengths up to S.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes; default 8 on a GPU, 1 elsewhere.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default 8 on a GPU, 1 elsewhere.")] = None,
 ) -> None:
     """Hold every kernel against float64 on this machine: values, gradients, second gradients, tangents.
 

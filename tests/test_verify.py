@@ -288,6 +288,7 @@ def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):
         (["linear", "--causal"], "linear has no --causal; it has: --shape, --dtype, --precision"),
         (["norm", "--bias", "bhqk"], "norm has no --bias"),
         (["--backend", "cudnn"], "no backend 'cudnn'"),
+        (["--jobs", "0"], "Invalid value for '--jobs'"),
         (["--shape", "1,2,3"], "4 or 7 integers"),
         (["--shape", "1,2,x,8"], "integers separated by commas"),
         (["--shape", "1,3,2,9,9,8,8"], "multiple of the heads"),
