@@ -323,20 +323,24 @@ def test_memory_of_calls_is_bounded(short, monkeypatch):
     assert len(api._plans) == len(op._ready) == 1 and not api._latest
 
 
-def test_the_wide_tile_of_the_triton_forward_is_for_tma_without_a_window():
+def test_the_wide_tile_of_the_triton_forward_is_for_tma_and_many_whole_blocks():
     """And fewer heads are in flight on an H100 alone, beyond head_dim 64 without a mask."""
     pytest.importorskip("triton")
     from adatom.compile import DEVICES
     from adatom.ops.attention import triton_fwd
     from adatom.ops.attention.triton_call import Call
 
-    def chosen(arch, length=2048, dim=64, **options):
+    def chosen(arch, length=2048, dim=64, short=False, **options):
         q = torch.empty(4, 8, length, dim, dtype=torch.bfloat16)
         with device.pretend(DEVICES[arch]):
             call = Call(*api.inputs_of(q=q, k=q, v=q, **options)[:2])
-            return triton_fwd._tile(call).block_n, call.counts()[4] // triton_fwd._counts(call)[4]
+            tile = triton_fwd._tile(call)
+            assert (tile is triton_fwd._SHORT) == short
+            return tile.block_n, call.counts()[4] // triton_fwd._counts(call)[4]
 
     assert chosen(90) == chosen(90, causal=True) == (128, 4)
     assert chosen(90, window=(100, 100))[0] == chosen(90, length=128)[0] == chosen(90, dim=32)[0] == 64
     assert chosen(90, dim=128) == (64, 4) and chosen(90, dim=128, causal=True) == (64, 1)
+    assert chosen(90, length=1024, causal=True, short=True) == chosen(90, length=512, causal=True, short=True) == (64, 4)
+    assert chosen(90, length=1024) == chosen(90, length=1025, causal=True) == (128, 4)
     assert chosen(80) == chosen(100) == (64, 1)

@@ -31,7 +31,8 @@ from adatom.tiles.triton import (
 )
 
 _NARROW = Config(64, 64, 4, 3, tma=True)
-_WIDE = Config(64, 128, 4, 2, tma=True)  # by pointer it spills, and a window cuts most of its blocks: see `_tile`
+_WIDE = Config(64, 128, 4, 2, tma=True)  # by pointer it spills, and a mask cuts most of few blocks: see `_tile`
+_SHORT = Config(64, 64, 4, 2, tma=True)  # four programs on a multiprocessor
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
@@ -174,9 +175,11 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
 def _tile(call: Call) -> Config:
     """The configuration for a call."""
     config = pick("fwd", CONFIGS, call)
-    if config is _WIDE and (call.left >= 0 or not call.use_tma(config, call.x.q, call.x.k, call.x.v)):
+    if config is not _WIDE:
+        return config
+    if call.left >= 0 or not call.use_tma(config, call.x.q, call.x.k, call.x.v):
         return _NARROW
-    return config
+    return _SHORT if call.right >= 0 and call.len_k <= 1024 else _WIDE
 
 
 def _counts(call: Call) -> tuple[int, ...]:
