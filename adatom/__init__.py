@@ -1,5 +1,8 @@
 """adatom: GPU kernels for PyTorch that can prove they are right, and that can be differentiated twice."""
 
+import importlib
+from typing import Any
+
 from adatom.ops.attention.api import attention, attention_varlen
 from adatom.ops.gated.api import geglu, mlp, swiglu
 from adatom.ops.linear.api import linear
@@ -24,3 +27,10 @@ __all__ = [
     "rms_norm",
     "swiglu",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`adatom.nn`, imported when it is first asked for."""
+    if name == "nn":
+        return importlib.import_module("adatom.nn")
+    raise AttributeError(f"module 'adatom' has no attribute {name!r}")

@@ -8,19 +8,24 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_MOST = torch.finfo(torch.float32).max
+
 
 def describe(value: Any) -> str:
-    """A short text for an error message: dtype, shape and device of a tensor, the repr of anything else."""
+    """A short text for an error message: dtype, shape and device of a tensor, the repr of anything else, cut short."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}{list(value.shape)} on {value.device}"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def finite(value: Any, least: float = -math.inf) -> bool:
-    """Whether value is a number, neither infinite nor NaN, of at least `least`."""
+    """Whether value is a number of at least `least` that float32 can hold, and no tensor that wants a gradient."""
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return False
     try:
-        return bool(least <= value and -math.inf < value < math.inf)
+        return bool(least <= value and -_MOST <= value <= _MOST)
     except (TypeError, ValueError, RuntimeError):
         return False
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -183,7 +183,7 @@ def selection(quick: bool) -> list[Any]:
     return [case for op in registry.PASSES for case in registry.part(op, "trial").selection(quick)]
 
 
-def collect(archs: list[int], chosen: Sequence[Any], wanted: Callable[[str], bool] = bool) -> list[Spec]:
+def collect(archs: list[int], chosen: Iterable[Any], wanted: Callable[[str], bool] = bool) -> list[Spec]:
     """Every different specialisation that the kernel rows launch for these cases on these architectures."""
     collector = Collector(wanted)
     for case in chosen:
@@ -450,12 +450,14 @@ def command(
         raise typer.Exit(2)
     versions = device.versions()
     if versions["triton"] is None:
-        console.print("adatom compile: needs Triton, which has Linux wheels: pip install 'adatom[compile]'")
+        console.print("adatom compile: needs Triton, which has Linux wheels: pip install 'triton>=3.6,<3.10'")
         raise typer.Exit(2)
     archs = _archs(arch, quick, warm)
     words = only.split()
     start = time.perf_counter()
-    specs = collect(archs, selection(quick), lambda text: all(word in text for word in words))
+    with Progress(console=console, transient=True) as progress:
+        chosen = progress.track(selection(quick), description="launches")
+        specs = collect(archs, chosen, lambda text: all(word in text for word in words))
     if not specs:
         console.print(f"adatom compile: nothing matches -k {only!r}")
         raise typer.Exit(2)

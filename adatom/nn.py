@@ -59,6 +59,8 @@ class Attention(nn.Module):
         if head_dim is None and embed_dim % heads:
             require(False, "embed_dim to be a multiple of heads, or a head_dim", embed_dim=embed_dim, heads=heads)
         self.embed_dim, self.head_dim = embed_dim, embed_dim // heads if head_dim is None else head_dim
+        if self.head_dim < 1:
+            require(False, "a head_dim of at least 1", head_dim=self.head_dim)
         self.causal, self.window, self.softcap, self.scale = causal, window, softcap, scale
         self.precision, self.backend = precision, backend
         self.q = nn.Linear(embed_dim, heads * self.head_dim, qkv_bias, device, dtype)

@@ -13,7 +13,11 @@ Tensor = torch.Tensor
 
 
 def on_device(launch: Callable[..., Any], like: Tensor, *args: Any) -> Any:
-    """launch(*args), with the device of `like` the current one."""
+    """launch(*args), with the device of `like` the current one, and without autocast, which would cast the products of
+    PyTorch's rows once more: what it casts, it casts before an operator."""
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(like.device.type):
+        with torch.autocast(like.device.type, enabled=False):
+            return on_device(launch, like, *args)
     if like.is_cuda and like.get_device() != torch._C._cuda_getDevice():  # without a look at whether CUDA is up
         with torch.cuda.device(like.device):
             return launch(*args)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
+from adatom.check import require
 from adatom.evidence import on_gpu
 from adatom.ops.attention import limits as attention
 from adatom.ops.linear import limits as linear
@@ -178,6 +179,7 @@ def load(target: str) -> Callable[..., Any]:
 
 def _asked(problem: Any, backend: str | None) -> tuple[Any, str | None]:
     """`backend="deterministic"` names no row: it asks for the fastest row whose results never vary."""
+    require(backend is None or isinstance(backend, str), "a backend by name, or None", TypeError, backend=backend)
     return (problem._replace(deterministic=True), None) if backend == "deterministic" else (problem, backend)
 
 

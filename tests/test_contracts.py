@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import adatom
 from adatom.ops.attention import op
 from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.problem import problem
 
 F64 = torch.float64
 
@@ -275,12 +276,19 @@ BAD = {
     "window triple": ({"window": (1, 2, 3)}, TypeError, r"pair.*\(1, 2, 3\)"),
     "window negative": ({"window": (-2, 0)}, ValueError, r"non-negative.*\(-2, 0\)"),
     "window fraction": ({"window": (1.5, 0)}, TypeError, r"integers.*\(1.5, 0\)"),
+    "window text": ({"window": ("1", 0)}, TypeError, r"integers.*\('1', 0\)"),
+    "causal text": ({"causal": "no"}, TypeError, "True or False.*'no'"),
+    "causal tensor": ({"causal": torch.tensor([True, False])}, TypeError, "True or False.*bool"),
     "softcap negative": ({"softcap": -1.0}, ValueError, "softcap > 0.*-1.0"),
     "softcap infinite": ({"softcap": math.inf}, ValueError, "finite softcap.*inf"),
     "softcap nan": ({"softcap": math.nan}, ValueError, "finite softcap.*nan"),
     "softcap text": ({"softcap": "30"}, ValueError, "finite softcap.*'30'"),
     "scale": ({"scale": math.nan}, ValueError, "finite scale.*nan"),
     "scale infinite": ({"scale": -math.inf}, ValueError, "finite scale.*-inf"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, "finite scale"),
+    "scale beyond float64": ({"scale": 10**400}, ValueError, r"finite scale.*0\.\.\.$"),
+    "scale learned": ({"scale": torch.ones((), requires_grad=True)}, ValueError, "multiply q by it.*float32"),
+    "softcap learned": ({"softcap": torch.ones((), requires_grad=True)}, ValueError, "not one that is learned"),
     "scale text": ({"scale": "0.1"}, ValueError, "finite scale.*'0.1'"),
     "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*precision='fp8'"),
     "backend": (
@@ -288,6 +296,8 @@ BAD = {
         ValueError,
         "no backend 'cudnn' for attention_fwd; there are: .*triton.*reference",
     ),
+    "backend number": ({"backend": 3}, TypeError, "by name.*3"),
+    "backend list": ({"backend": ["triton"]}, TypeError, "by name"),
 }
 
 
@@ -457,6 +467,20 @@ def test_empty_shapes_have_gradients():
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         dq.sum().backward()
         assert (k.grad == 0).all() and k.grad.shape == k.shape
+
+
+def test_a_bias_of_an_empty_batch_has_a_gradient():
+    for q, bias in (
+        (torch.randn(0, 2, 4, 8), torch.randn(2, 4, 4)),
+        (torch.randn(2, 0, 2, 4, 8), torch.randn(2, 1, 2, 4, 4)),
+        (torch.randn(2, 0, 2, 4, 8), torch.randn(2, 0, 2, 4, 4)),
+    ):
+        bias.requires_grad_()
+        adatom.attention(q, q, q, bias=bias).sum().backward()
+        assert bias.grad.shape == bias.shape and (bias.grad == 0).all()
+    q = torch.randn(0, 2, 4, 8)
+    x, o, _ = inputs_of(q, q, q, bias=torch.randn(2, 4, 4))
+    assert problem(x, o, bias_grad=True).bias_shared  # by none: its gradient is a sum of nothing
 
 
 @pytest.mark.parametrize("backend", [None, "reference", "torch_chunked"])

@@ -1,5 +1,8 @@
 """adatom.nn against torch.nn."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +79,13 @@ def test_as_multihead_attention(kind):
         close(got.grad, want.grad)
     if kind == "bool":
         close(module(x, bias=~options["attn_mask"]), expected)
+
+
+def test_modules_come_with_the_package():
+    code = "import adatom; print(adatom.nn.Attention.__name__, hasattr(adatom, 'nonsense'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "Attention False\n"
+    with pytest.raises(ValueError, match="head_dim of at least 1"):
+        Attention(8, 2, head_dim=0)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -273,6 +273,28 @@ def test_autocast_as_sdpa():
     assert q.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 2.0}, {"causal": True}, {"sinks": True}, {"bias": True}],
+    ids=lambda o: "-".join(o) or "plain",
+)
+def test_autocast_casts_what_operators_take_and_nothing_inside(options):
+    """Every order under autocast gives what it gives outside for tensors of autocast's dtype, bit for bit."""
+    made = {"bias": torch.randn(2, 5, 7, requires_grad=True), "sinks": torch.randn(2)}
+    options = {name: made.get(name, value) for name, value in options.items()}
+    q, k = torch.randn(2, 2, 5, 8, requires_grad=True), torch.randn(2, 2, 7, 8, requires_grad=True)
+
+    def orders(cast):
+        out = adatom.attention(*(t.bfloat16() if cast else t for t in (q, k, k)), **options)
+        first = torch.autograd.grad(out.float().square().sum(), (q, k), create_graph=True)
+        return out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), (q, k))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = orders(cast=False)
+    for got, want in zip(inside, orders(cast=True)):
+        assert torch.equal(got, want)
+
+
 def plain(q, k, v):
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
 

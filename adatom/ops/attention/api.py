@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -173,6 +174,7 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 
 def _call(x: Inputs, o: Options, backend: str | None) -> Any:
+    require(backend is None or isinstance(backend, str), "a backend by name, or None", TypeError, backend=backend)
     if transformed():
         return Attention.apply(*x, *o, backend)
     if torch.compiler.is_compiling():
@@ -323,6 +325,8 @@ def _without_rows(
             if bias.shape[0] < batch:
                 require(False, "a bias for each row of each batch element, or one for all rows", q=q, bias=bias)
             bias = bias.flatten(0, 1)
+        if not batch * rows:  # none needs a slice
+            bias = bias[:1]
     if isinstance(kv_lens, torch.Tensor):
         if kv_lens.shape != (batch, rows):
             require(False, f"kv_lens of shape ({batch}, {rows})", q=q, kv_lens=kv_lens)
@@ -459,6 +463,16 @@ def _checked_bias(
     return bias if steps < 2**24 else bias.contiguous()  # kernels number the elements of a tile with 32 bits
 
 
+def _side(keys: Any, window: Any) -> Any:
+    """One side of a window as an integer: -1 where it is None. A size that a compiler traces stays one."""
+    if keys is None or isinstance(keys, torch.SymInt):
+        return -1 if keys is None else keys
+    try:
+        return operator.index(keys)
+    except TypeError:
+        require(False, "window of integers or None", TypeError, window=window)
+
+
 def _options(
     head_dim: int,
     causal: bool,
@@ -471,16 +485,14 @@ def _options(
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             require(False, "window as a pair (left, right)", TypeError, window=window)
-        left, right = (-1 if w is None else int(w) if isinstance(w, bool) else w for w in window)
-        if not (isinstance(left, (int, torch.SymInt)) and isinstance(right, (int, torch.SymInt))):
-            require(False, "window of integers or None", TypeError, window=window)
+        left, right = (_side(keys, window) for keys in window)
         if left < -1 or right < -1:
             require(False, "window of non-negative numbers, or None (or -1) for unbounded", window=window)
         left, right = (min(w, 2**30) if isinstance(w, int) else w for w in (left, right))  # kernels add to 32 bits
     if softcap is None:
         softcap = 0.0
     elif not finite(softcap, 0):
-        require(False, "a finite softcap > 0 (or None)", softcap=softcap)
+        require(False, "a finite softcap > 0 (or None), not one that is learned", softcap=softcap)
     if precision is None:
         precision = "tf32x3"
     elif precision not in PRECISIONS:
@@ -488,7 +500,9 @@ def _options(
     if scale is None:
         scale = head_dim**-0.5
     elif not finite(scale):
-        require(False, "a finite scale", scale=scale)
+        require(False, "a finite scale (of a learned one, multiply q by it)", scale=scale)
+    if not isinstance(causal, (bool, int)):
+        require(False, "causal as True or False", TypeError, causal=causal)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 
 

@@ -76,6 +76,7 @@ SMALL: tuple[Case, ...] = (
     Case("bias 1h1k", 2, 2, 2, 13, 19, 16, 16, F32, bias="1h1k", sinks=True),
     Case("bias bhq1", 2, 2, 1, 18, 15, 16, 16, F32, bias="bhq1", sinks=True),
     Case("bias 1h11", 2, 2, 2, 17, 20, 16, 16, F32, bias="1h11", sinks=True),
+    Case("bias bh11", 2, 2, 2, 3, 5, 8, 8, F32, bias="bh11", sinks=True),
     Case("bias bhqk -inf", 1, 2, 2, 21, 35, 16, 16, F32, bias="bhqk-inf"),
     Case("bias bhqk -far", 1, 2, 2, 21, 35, 16, 16, F32, bias="bhqk-far"),
     Case("bias 1hqk -inf sinks bf16", 2, 2, 2, 18, 17, 16, 16, BF16, bias="1hqk-inf", sinks=True),
@@ -234,7 +235,7 @@ GPU: tuple[Case, ...] = (
     Case("large scores tf32", 1, 4, 4, 333, 421, 64, 64, F32, "tf32", magnitude=8.0),
     *(
         Case(f"bias {bias}", 2, 4, 2, 333, 421, 64, 64, BF16, bias=bias, causal=i % 2 == 1)
-        for i, bias in enumerate(("bhqk", "1hqk", "b1qk", "11qk", "b11k", "bh1k", "1h1k", "bhq1", "1h11"))
+        for i, bias in enumerate(("bhqk", "1hqk", "b1qk", "11qk", "b11k", "bh1k", "1h1k", "bhq1", "1h11", "bh11"))
     ),
     *(
         Case(f"bias {bias} f32", 2, 4, 4, 129, 257, 32, 32, F32, bias=bias)

@@ -379,6 +379,12 @@ torch.library.register_autograd(
 )
 
 
+_THIRD = (
+    "adatom: third derivatives of attention are not implemented; a Hessian's product with a vector that asked for one "
+    "(torch.autograd.functional.hvp does) is had by vhp of the same module, or by torch.func.jvp over torch.func.grad"
+)
+
+
 class AttentionBackwardBackward(Function):
     """The second derivative. Its own derivative, the third of attention, is not implemented and raises."""
 
@@ -394,8 +400,8 @@ class AttentionBackwardBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("adatom: third derivatives of attention are not implemented")
+        raise RuntimeError(_THIRD)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("adatom: third derivatives of attention are not implemented")
+        raise RuntimeError(_THIRD)

@@ -87,12 +87,13 @@ class Problem(NamedTuple):
 
 
 def bias_kind(bias: torch.Tensor | None) -> str:
-    """ "none", "key" for a bias with one query row, "query" for one with one key column only, "full" otherwise."""
+    """ "none", "query" for a bias with one key column, "key" for one with one query row and more columns, "full"
+    otherwise."""
     if bias is None:
         return "none"
-    if bias.shape[2] == 1:
-        return "key"
-    return "query" if bias.shape[3] == 1 else "full"
+    if bias.shape[3] == 1:
+        return "query"
+    return "key" if bias.shape[2] == 1 else "full"
 
 
 def bias_of_each(bias: torch.Tensor, batch: int) -> torch.Tensor:
@@ -161,7 +162,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         bias_kind(bias),
         None if bias is None else bias.dtype,
         bias_grad,
-        bias is not None and (bias.shape[0] < batch or bias.shape[1] < heads),
+        bias is not None and bias.shape[:2] != (batch, heads),
         bias is not None and bias.shape[0] not in (1, batch),
         o.causal,
         o.window_left >= 0 or o.window_right >= 0,
