@@ -113,6 +113,22 @@ def test_what_is_not_there_is_refused(model, where):
         predict(model, (numbers, x, cell))
 
 
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda n, x, cell: (n[1:], x, cell), "expected positions"),
+        (lambda n, x, cell: (n, x, cell[:2]), "a cell \\(3, 3\\)"),
+        (lambda n, x, cell: (n, x, 0 * cell), "a cell that has a volume"),
+        (lambda n, x, cell: (n, np.repeat(x[:1], len(x), 0), cell), "two of them coincide"),
+    ],
+)
+def test_what_is_no_structure_is_refused(model, change, says):
+    with pytest.raises(ValueError, match=says):
+        predict(model, change(*salt()))
+    with pytest.raises(ValueError, match="at least one structure"):
+        graph([], *model.sees)
+
+
 # Derivatives ---------------------------------------------------------------------------------------------------------
 
 

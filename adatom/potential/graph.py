@@ -108,13 +108,21 @@ def graph(
     multiple: int = 8,
 ) -> Graph:
     """The float64 Graph of structures, each (atomic numbers (atoms,), positions (atoms, 3), cell (3, 3) or None).
-    Slots come in multiples of `multiple`."""
+    Slots come in multiples of `multiple`. Raises ValueError for what is no structure: none, shapes that do not fit, a
+    flat cell, two atoms in one place, an element that is not among `elements`."""
+    if not structures:
+        raise ValueError("expected at least one structure")
     index = {number: n for n, number in enumerate(elements)}
     parts = []
     for numbers, x, cell in structures:
         x, cell = np.asarray(x, float), None if cell is None else np.asarray(cell, float)
         if not len(x) or not all(np.isfinite(t).all() for t in (x, cell) if t is not None):
             raise ValueError("expected atoms, at finite positions in a finite cell")
+        if x.shape != (len(numbers), 3) or cell is not None and cell.shape != (3, 3):
+            shapes = [t.shape for t in (x, cell) if t is not None]
+            raise ValueError(f"expected positions ({len(numbers)}, 3) and a cell (3, 3); got {shapes}")
+        if cell is not None and abs(np.linalg.det(cell)) < 1e-6:
+            raise ValueError(f"expected a cell that has a volume; got {cell.tolist()}")
         if unknown := set(map(int, numbers)) - set(index):
             raise ValueError(f"elements {sorted(elements)} are known; got atomic numbers {sorted(unknown)}")
         i, j, shift = pairs(x, cell, cutoff)
@@ -123,6 +131,8 @@ def graph(
         degree = np.bincount(i, minlength=len(x))
         slot = np.arange(len(i)) - np.repeat(degree.cumsum() - degree, degree) + 1
         vectors = x[j] - x[i] + (0 if cell is None else shift @ cell)
+        if (np.linalg.norm(vectors, axis=1) < 1e-6).any():
+            raise ValueError("expected atoms in different places; two of them coincide")
         volume = np.nan if cell is None else abs(np.linalg.det(cell))
         kinds = np.array([index[int(n)] for n in numbers])
         parts.append((kinds, i, j, slot, vectors, opposite(i, j, shift), degree + 1, volume))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import ase.build
 import numpy as np
+import torch
 import typer
 from ase import Atoms, units
 from ase.calculators.calculator import Calculator, all_changes
@@ -60,11 +61,12 @@ def main(
     femtoseconds: float = 2.0,
     steps: int = 500,
     double: Annotated[bool, typer.Option(help="float64 instead of float32.")] = False,
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Molecular dynamics of 64 atoms of KCl; prints how well the energy is conserved."""
     from train import restore
 
-    model = restore(checkpoint)[0]
+    model = restore(checkpoint, device)[0]
     atoms = ase.build.bulk("KCl", "rocksalt", a=6.39, cubic=True) * (2, 2, 2)
     atoms.calc = AttentionPotential(model.double() if double else model)
     energies = dynamics(atoms, kelvin, femtoseconds, steps)

@@ -68,6 +68,8 @@ def main(
     milliseconds: float = 400.0,
 ) -> None:
     """Print step times, memory and their ratios."""
+    if unknown := set(atoms) - set(CELLS):
+        raise typer.BadParameter(f"crystals have {', '.join(map(str, CELLS))} atoms; got {sorted(unknown)}")
     rows = []
     for n in atoms:
         rows += compare(n, torch.device(device), milliseconds)
