@@ -478,6 +478,11 @@ def test_cases_that_did_not_run_again_keep_their_numbers_and_their_commit() -> N
     assert "From a run at commit abc, with ceilings of its own: second.\n" in report.tables(both)
     third = run.merged(both, {**RECORD, "commit": "ghi", "entries": []})
     assert sorted(e["commit"] for e in third["entries"]) == ["abc"] * 4 + ["def"]
+    rival = {"versions": {**RECORD["versions"], "rival": "1.0"}}
+    assert run.merged({**RECORD, **rival}, again)["versions"]["rival"] == "1.0"
+    assert run.merged(RECORD, {**again, **rival})["versions"]["rival"] == "1.0"
+    with pytest.raises(ValueError, match="name another file"):
+        run.merged({**RECORD, **rival}, {**again, "versions": {**RECORD["versions"], "rival": "2.0"}})
     for other in ({"device": "NVIDIA Other GPU"}, {"versions": {"python": "3.13"}}):
         with pytest.raises(ValueError, match="name another file"):
             run.merged(RECORD, {**again, **other})

@@ -389,19 +389,24 @@ def wanted(case: Any, group: str, rivals: tuple[str, ...], by_name: bool) -> dic
     return {r.name: r.bind for r in mine if by_name or r.matters(case, group)}
 
 
-def _there(value: Any) -> Any:
-    """A value of a record without the rivals that are not installed: more may be known by now."""
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def _there(record: dict[str, Any]) -> dict[str, str]:
+    """The versions of what is installed."""
+    return {what: version for what, version in record["versions"].items() if version is not None}
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A new record with the cases of an old one that it did not run, which keep their commit.
+    """A new record with the cases of an old one that it did not run, which keep their commit. A rival that is there in
+    one of them only keeps its version.
 
     ValueError if the old one is of another device or other versions.
     """
-    for what in ("device", "kind", "versions"):
-        before, now = (_there(record[what]) for record in (old, new))
-        if before != now:
+    before, now = _there(old), _there(new)
+    for what, same in (
+        ("device", old["device"] == new["device"]),
+        ("kind", old["kind"] == new["kind"]),
+        ("versions", {**before, **now} == {**now, **before}),
+    ):
+        if not same:
             raise ValueError(f"the record to be kept is of {what} {old[what]}, this is {new[what]}; name another file")
     ran = {(e["group"], e["case"]) for e in new["entries"]}
     kept = [{"commit": old["commit"]} | e for e in old["entries"] if (e["group"], e["case"]) not in ran]
@@ -411,7 +416,8 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     kept_host = {} if new["host"] else {"host": old["host"], "host_case": _of_commit(old)}
     slowed = {group: why for group, why in old.get("slowed", {}).items() if any(e["group"] == group for e in kept)}
     slowed |= new.get("slowed", {})
-    return {**new, **kept_host, **({"slowed": slowed} if slowed else {}), "entries": every}
+    versions = {**new["versions"], **before, **now}
+    return {**new, **kept_host, "versions": versions, **({"slowed": slowed} if slowed else {}), "entries": every}
 
 
 def _of_commit(old: dict[str, Any]) -> str:
