@@ -340,6 +340,17 @@ def test_only_the_asked_for_is_run(tmp_path: Path, small_cases: None, cheap: Non
     assert {e["contender"] for e in entries} == {"adatom", "dense"}
 
 
+def test_cases_are_chosen_by_name(tmp_path: Path, small_cases: None, cheap: None) -> None:
+    record = tmp_path / "r.json"
+    words = ("--case", "second t", "--case", "bias", "--group", "plain", "--group", "bias")
+    result = invoke(*words, "--rivals", "none", "--no-verify", "--record", str(record))
+    assert result.exit_code == 0, result.output
+    found = json.loads(record.read_text())["entries"]
+    assert {(e["group"], e["case"]) for e in found} == {("plain", "second tiny"), ("bias", "biased")}
+    result = invoke("--case", "third")
+    assert result.exit_code == 2 and "no case with third; there are: tiny, second tiny, biased" in result.output
+
+
 def test_a_record_keeps_the_groups_that_do_not_run_again(tmp_path: Path, small_cases: None, cheap: None) -> None:
     record = tmp_path / "r.json"
     for group in ("plain", "bias", "plain"):

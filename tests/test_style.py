@@ -46,7 +46,7 @@ def lines_of_code(path):
 
 
 def test_the_package_is_small():
-    """Lines of code outside kernels: 2,700 for attention, 950 for any other op, 1,500 for what is around them; and
+    """Lines of code outside kernels: 2,700 for attention, 950 for any other op, 1,550 for what is around them; and
     3,500 for the tools of the command line, which no training job runs."""
     tools = [path for path in SOURCES if path.stem in TOOLS or path.parent.name == "bench"]
     assert {path.stem for path in tools} >= TOOLS
@@ -61,7 +61,7 @@ def test_the_package_is_small():
         else:
             around += lines_of_code(path)
     assert ops.pop("attention") <= 2700 and max(ops.values()) <= 950
-    assert around <= 1500
+    assert around <= 1550
 
 
 def public_functions():

@@ -36,6 +36,7 @@ def command(
     op: Annotated[str | None, typer.Argument(help="The op to time, or science; default: every op.")] = None,
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom; or deterministic.")] = None,
     record: Annotated[
         Path | None,
@@ -76,7 +77,7 @@ def command(
         if tune and (where.type != "cuda" or op not in (None, "attention")):
             raise ValueError("--tune needs a GPU, and knows the kernels of attention only")
         keys = tuning.keys(group or []) if tune else []
-        work = {} if tune else run.groups(where, group or [], quick, op)
+        work = {} if tune else run.groups(where, group or [], quick, op, case or ())
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
             raise ValueError(f"--plot writes .svg or .png, not {plot_file.name}")
     except (ValueError, RuntimeError) as error:

@@ -438,13 +438,23 @@ def _known(kind: str, ops: Sequence[str] = tuple(registry.PASSES)) -> dict[str, 
     return found
 
 
-def groups(device: torch.device, names: list[str], quick: bool, op: str | None = None) -> dict[str, tuple[Any, ...]]:
-    """The bench cases of a device, those of one op or of all, by group. Raises ValueError for an unknown group."""
+def groups(
+    device: torch.device, names: list[str], quick: bool, op: str | None = None, words: Sequence[str] = ()
+) -> dict[str, tuple[Any, ...]]:
+    """The bench cases of a device, those of one op or of all, by group; quick: the first of each; words: those alone
+    whose name one of these is part of. Raises ValueError for an unknown group, and if no case is left."""
     known = _known(device.type, tuple(registry.PASSES) if op is None else (op,))
     unknown = [n for n in names if n not in known]
     if unknown:
         raise ValueError(f"no group {', '.join(unknown)}; there are: {', '.join(known)}")
-    return {n: known[n][:1] if quick else known[n] for n in names or known}
+    found = {n: known[n][:1] if quick else known[n] for n in names or known}
+    if not words:
+        return found
+    found = {n: tuple(c for c in cases if any(w in c.name for w in words)) for n, cases in found.items()}
+    if not any(found.values()):
+        listed = ", ".join(case.name for n in names or known for case in known[n])
+        raise ValueError(f"no case with {' or '.join(words)}; there are: {listed}")
+    return {n: cases for n, cases in found.items() if cases}
 
 
 @cache
