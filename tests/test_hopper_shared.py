@@ -117,7 +117,8 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language.max, language.sum = (lambda x, dim: x.amax(dim)), (lambda x, dim: x.sum(dim))
     language.maximum = lambda a, b: torch.maximum(a, b) if torch.is_tensor(b) else max(a, b)
     language.minimum = lambda a, b, propagate_nan=None: a.clamp(max=b) if torch.is_tensor(a) else min(a, b)
-    language.log2, language.num_programs = torch.log2, lambda axis: programs
+    language.log2, language.abs, language.num_programs = torch.log2, torch.abs, lambda axis: programs
+    language.float16 = torch.float16
     language.barrier = lambda: None
     language.inline_asm_elementwise = lambda *a, **k: machine.store_wait(0)
     language.BlockedLayout = lambda *a: None
@@ -137,6 +138,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     names["named_sync"] = lambda number, threads: machine.all.wait(10)
     names["number_of"] = lambda number, warps: Whole(number.load())
     names |= getattr(machine, "others", {})
+    names["_approximately"] = lambda text, x: 1 / x if "rcp" in text else torch.log2(x)
     names["widened"] = lambda x, pure=True: x.float()
     for name in {"sharer", "tile_of_sum", "_tile"} & set(names):
         names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
@@ -185,10 +187,10 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
             ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + (0 if stay else 2)), ring(stages, 2 * n),
             ring(1, 2 * stay), ring(1, 2 * n),
         )  # fmt: skip
-        even = len_k % 128 == 0
+        even, most = len_k % 128 == 0, 2.0 ** (15 if HALF == torch.float16 else 100)
         options = (tiles, bars, counts)
         return {"_producer": (*boxes, several, *options, some, stay, stages)} | {
-            f"_consumer {c}": (Box(out, 64, 32), Pointer(lse), *options, o.scale, c, some, even, 2.0**100, stay, stages)
+            f"_consumer {c}": (Box(out, 64, 32), Pointer(lse), *options, o.scale, c, some, even, most, stay, stages)
             for c in range(2 * n)
         }
 
@@ -358,15 +360,24 @@ def test_roles(case):
         assert (lines[:, :, len_q:, 0] == math.inf).all() and (lines[:, :, :len_q, 0][~seen] == math.inf).all()
 
 
-def test_far_queries_are_left_to_the_exact_pass():
-    """Keys masked at the beginning are no measure for those behind; keys masked at the end are none of its concern."""
-    lowest = torch.finfo(HALF).min
-    for at, repeats, far in (
-        *((slice(0, 64), True, far) for far in (-1e9, -1e15, lowest, -math.inf)),
-        (slice(0, 200), True, lowest),
-        (slice(64, 200), False, -1e9),
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
+    """Keys masked at the beginning or the end are none of its concern, unless nothing else is seen; what the first keys
+    are no measure for is. In bfloat16 their bias is the measure, in float16 their scores."""
+    monkeypatch.setitem(globals(), "HALF", dtype)
+    lowest, narrow = torch.finfo(HALF).min, dtype == torch.float16
+    for at, repeats, far, size in (
+        *((slice(0, 64), False, far, 1) for far in (-1e9, -1e15, -math.inf)),
+        (slice(0, 64), narrow, lowest, 1),  # float16's is not far enough not to be a measure
+        (slice(0, 200), not narrow, lowest, 1),
+        (slice(64, 200), False, lowest, 1),
+        (slice(0, 64), False, 300.0, 1),
+        (slice(64, 200), True, 1000.0, 1),
+        (slice(64, 200), narrow, 20.0, 1),
+        (slice(0, 0), False, 0.0, 3),
     ):
         q, k, v = (torch.randn(2, 1, 128, 32).to(HALF), *(torch.randn(2, 2, 1, 200, 32).to(HALF)))
+        q *= size
         bias = torch.randn(1, 1, 128, 200).to(HALF)
         bias[..., 7, at] = far
         x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)

@@ -7,10 +7,11 @@ brings them by TMA. To 512 keys the bias of 128 queries stays in shared memory w
 the next two. At head_dim 32 there is more to do for exponentials than for products: with four warps for a scheduler,
 some exponentiate while others wait for their products, without any order among them.
 
-A row's maximum over its first 64 keys is subtracted from all of its scores, so that nothing need be scaled anew: P of
-16 bits and float32 sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did
-not, or a row saw nothing, its program does all of its tiles again with running maxima. Which of the two a row's numbers
-come from does not vary from run to run.
+What is subtracted from all scores of a row is, in bfloat16, the largest bias of its first 64 keys, so that a bias is
+ready before its products are; in float16, their largest score. So nothing need be scaled anew: P of 16 bits and float32
+sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did not, or a row saw
+nothing, its program does all of its tiles again with running maxima. Which of the two a row's numbers come from does
+not vary from run to run.
 """
 
 import torch
@@ -47,7 +48,7 @@ Q_STAGES = gl.constexpr(2)
 ALL = gl.constexpr(8)  # named barrier of a program's consumers and its producer
 STORED = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # what TMA stores is in memory
 FLAG = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_SPILL = 384  # Triton 3.6: 56 to 260; 3.9: to 908
+_SPILL = 272  # Triton 3.6: 60 to 184; 3.9: to 848
 
 
 @gluon.jit
@@ -131,6 +132,39 @@ def _leave(q_empty, turn):
 
 
 @gluon.jit
+def _sums(p):
+    """By row, of what a thread holds."""
+    return gl.sum(gl.sum(p.reshape([HALF, HALF // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _measure(s):
+    """What may be subtracted from the scores of each row: the largest number of it."""
+    m = gl.max(s, 1)
+    return gl.where(gl.abs(m) < 1048576.0, m, 0.0)  # beyond, the product with log2(e) rounds too much; -inf: masked
+
+
+@gluon.jit
+def _approximately(TEXT: gl.constexpr, x):
+    return gl.inline_asm_elementwise(TEXT, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _write(Out, Lse, q, acc, l, m, r, row, piece, counts, SHARED_HEADS: gl.constexpr, O: gl.constexpr):
+    """Divide by the sums and begin to write out, through the place of the queries, and lse. A row that saw nothing has
+    the sum 0."""
+    heads, _, _, shared, _, len_q, _, _ = counts
+    parts = gl.where(l > 0.0, _approximately("rcp.approx.ftz.f32 $0, $1;", l), 0.0)
+    q.store((acc * gl.convert_layout(parts, gl.SliceLayout(1, O))[:, None]).to(q.dtype))
+    fence_async_shared()
+    b, h = sharer(gl.minimum(r, shared - 1), piece, counts, SHARED_HEADS)
+    store_tile(Out, b, h, row, 0, q)
+    rows = row + gl.arange(0, HALF, l.type.layout)
+    lse = m + _approximately("lg2.approx.ftz.f32 $0, $1;", l) * LN2
+    gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
+
+
+@gluon.jit
 def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
               MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):
     """Computes HALF rows of out and lse of a sharer, tile after tile; once more with running maxima, if a row of the
@@ -143,7 +177,9 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     zeros = gl.zeros([HALF, HALF], gl.float32, S)
-    EIGHT: gl.constexpr = HALF // 8
+    OF_SCORES: gl.constexpr = q_s.dtype == gl.float16
+    LEAST: gl.constexpr = 0.5 if OF_SCORES else 1.0 / MOST
+    unit = scale * LOG2E
     n = 0
     turn = 0
     walk = 0
@@ -157,14 +193,22 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
             piece, m0, first, pairs = _tile(t, counts, STAY)
             if STAY > 0:
                 wait_full(bias_full, walk, 1)
+                largest = _measure(widened(bias_s.index(C % 2).slice(0, HALF, dim=1).load(S)))
             for pair in range(pairs):
                 r = first + pair * SHARERS
                 i_q = slot(turn, Q_STAGES)
                 wait_full(q_full, turn, Q_STAGES)
                 q = q_s.index(i_q * (SHARERS * 2) + C)
-                m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-                base = gl.full([HALF], 0.0, gl.float32, ROWS)
-                l = gl.sum(gl.zeros([HALF, HALF], gl.float32, S).reshape([HALF, EIGHT, 8]), 1)
+                if EXACT or OF_SCORES:
+                    m = gl.full([HALF], float("-inf") if EXACT else 0.0, gl.float32, ROWS)
+                elif STAY > 0:
+                    m = largest
+                else:
+                    wait_full(full, n, STAGES)
+                    tile = bias_s.index(slot(n, STAGES) * 2 + C % 2)
+                    m = _measure(widened(tile.slice(0, HALF, dim=1).load(S)))
+                base = m * LOG2E
+                l = _sums(zeros)
                 acc = gl.zeros([HALF, DIM], gl.float32, O)
                 for n0 in range(0, len_k, BLOCK):
                     i = slot(n, STAGES)
@@ -174,10 +218,14 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                         k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
                         v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
                         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                        bias = tile.slice(part * HALF, HALF, dim=1).load(S)
+                        bias = widened(tile.slice(part * HALF, HALF, dim=1).load(S))
+                        if not EXACT:
+                            bias = bias * LOG2E
+                            if not OF_SCORES:
+                                bias -= base[:, None]
                         s, acc = warpgroup_mma_wait(0, deps=(s, acc))  # and P V of the part before
-                        # a bias may be as large as -1e9: what is subtracted must be one of the scores
-                        s = s * scale + widened(bias)
+                        # a bias may be as large as -1e9: with running maxima, what is subtracted must be a score
+                        s = s * (scale if EXACT else unit) + bias
                         if not EVEN_N:
                             if n0 + BLOCK > len_k:
                                 columns = n0 + part * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
@@ -190,18 +238,15 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                             factor = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
                             l = l * factor[:, None]
                             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-                        elif part == 0:
-                            if n0 == 0:
-                                m = gl.max(s, 1)
-                                near = m > -1048576.0  # beyond, the product below rounds too much; -inf: nothing seen
-                                m = gl.where(near, m, 0.0)
-                                base = m * LOG2E
-                                unfit |= gl.where(near, 0, 1)
-                        if EXACT:
-                            p = gl.exp2((s - base[:, None]) * LOG2E)
-                        else:
-                            p = gl.exp2(s * LOG2E - base[:, None])
-                        l += gl.sum(p.reshape([HALF, EIGHT, 8]), 1)  # of what a thread holds
+                            s = (s - base[:, None]) * LOG2E
+                        elif OF_SCORES:
+                            if part == 0:
+                                if n0 == 0:
+                                    base = _measure(s)
+                                    m = base * LN2
+                            s -= base[:, None]
+                        p = gl.exp2(s)
+                        l += _sums(p)
                         p16 = gl.convert_layout(p.to(v.dtype), OPERAND, assert_trivial=True)
                         acc = warpgroup_mma(p16, v, acc, is_async=True)
                     if STAY > 0:
@@ -212,18 +257,8 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                     n += 1
                 l = gl.convert_layout(gl.sum(l, 1), ROWS)
                 if not EXACT:
-                    unfit |= gl.where((l >= 0.5) & (l < MOST), 0, 1)
-                seen = l > 0.0
-                l = gl.where(seen, l, 1.0)
-                acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-                q.store(acc.to(q.dtype))
-                fence_async_shared()
-                b, h = sharer(gl.minimum(r + C // 2, shared - 1), piece, counts, SHARED_HEADS)
-                row = m0 + C % 2 * HALF
-                store_tile(Out, b, h, row, 0, q)
-                rows = row + gl.arange(0, HALF, ROWS)
-                lse = gl.where(seen, m + gl.log2(l) * LN2, float("-inf"))
-                gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
+                    unfit |= gl.where((l >= LEAST) & (l < MOST), 0, 1)
+                _write(Out, Lse, q, acc, l, m, r + C // 2, m0 + C % 2 * HALF, piece, counts, SHARED_HEADS, O)
                 if STAY == 0:
                     _leave(q_empty, turn)
                 turn += 1
