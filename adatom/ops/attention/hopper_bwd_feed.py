@@ -71,10 +71,15 @@ class Plan:
     KV_STAGES: int
 
     @property
+    def IN_TURN(self) -> bool:
+        """Whether the consumers multiply dQ in turn, all of a visit's at once: what is fastest without a mask."""
+        return self.D > 64 and not self.ONCE and self.BIAS == NONE.value
+
+    @property
     def DENSE(self) -> bool:
         """Whether every block is masked, without a branch, dV is multiplied behind dS, and consumers free queries and
-        dO at named barriers: what is fastest under a causal mask; not timed under a window."""
-        return self.D > 64 and self.RIGHT and not self.LEFT
+        dO at named barriers: what is fastest under a causal mask, and in turn."""
+        return self.D > 64 and self.RIGHT and not self.LEFT or self.IN_TURN
 
 
 @gluon.constexpr_function
