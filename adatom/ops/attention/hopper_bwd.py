@@ -289,9 +289,10 @@ def _launches(
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if call.varlen or wide else (dim, dim)  # TMA knows them otherwise
     in_turn = dim > 64 and config.tiles != "one" and kind == NONE.value  # Plan.IN_TURN
+    piece = 64 if in_turn else min(dim, 64) // 2, 128
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
-        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else (64 if in_turn else min(dim, 64) // 2, 128),
+        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else piece,
     }  # fmt: skip
     stages = 1
     if kind == FULL.value:

@@ -13,15 +13,15 @@ from adatom.ops.attention.hopper_bwd_feed import (
     HALF,
     KEY,
     NONE,
-    before_first,
+    before_visits,
     blocks_of,
     first_tile,
     rows_read,
-    step,
     tile_behind,
     tile_told,
     tiles_in_all,
     told,
+    visit,
 )
 from adatom.tiles.hopper import (
     LOG2E,
@@ -252,12 +252,12 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     zeros = gl.zeros([HALF, PART], gl.float32, S)
     sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
-    m, h, block = before_first(hk, first, begin, sharing, stride)
+    m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
     ragged = n0 + BLOCK_N > len_k
     edges = _edges(n0, len_q, len_k, right, C)
     for j in range(blocks * sharing):
         before = block
-        m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+        m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
         i = slot(n, STAGES)
         key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
         wait_full(q_full, n, STAGES)
@@ -375,7 +375,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
             release(q_empty, n, STAGES)
         n += 1
         if PLAN.SUMS:
-            if m == begin:  # the head's last block
+            if m == (begin + blocks - 1 if PLAN.UP else begin):  # the head's last block
                 row = Sums + (b.to(gl.int64) * heads + h) * most_k
                 key = n0 + C * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, EIGHT))
                 gl.store(row + key, gl.sum(sums, 1) * 0.125, mask=key < most_k)
