@@ -486,7 +486,8 @@ def test_which_plan_walks_up_and_which_takes_turns():
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         assert plan.UP == (dim == 64 and causal and not ordered)
         assert plan.IN_TURN == (dim > 64 and not (causal or biased or ordered))
-        assert main.blocks[main.kernel.arg_names.index("DQ")] == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
+        piece = main.blocks[main.kernel.arg_names.index("DQ")]
+        assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
         assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
 
 

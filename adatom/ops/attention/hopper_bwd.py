@@ -4,11 +4,12 @@
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dsinks = -sum exp(sink - lse) delta
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys,
-from the last to the first; under a causal mask of a few of these heads, and what programs find for one head of keys is
-added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left
-operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128
-keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one behind rounds the sum
-to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+from the last to the first (Plan.UP: upwards); under a causal mask of a few of these heads, and what programs find for
+one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in
+registers as left operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of
+dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and adds it to a float32 sum in memory by TMA. A
+kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah
+et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ; others wait for that and add theirs in whatever
 order they come to it. That order alone varies from run to run: dK and dV repeat bit for bit, dQ but for rounding.
