@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import inspect
 import itertools
 import math
@@ -220,17 +221,19 @@ def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
 @pytest.mark.parametrize("shape", SHAPES[::3])
 @pytest.mark.parametrize("sharing", [1, 3])
 def test_what_a_tile_visits(shape, sharing):
-    """All blocks of queries that see its keys, of all heads that share them, each once, from the last to the first."""
-    step, before_first = as_python(feed.step), as_python(feed.before_first)
+    """All blocks of queries that see its keys, of all heads that share them, each once, from the last to the first, or
+    upwards."""
+    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
+    visit = as_python(feed.visit, step=as_python(feed.step))
     _, _, left, right, lens, block_m = shape
     plan = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False)
     stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5
-    for j in range(math.ceil(shape[1] / 128)):
+    for j, plan.UP in itertools.product(range(math.ceil(shape[1] / 128)), (False, True)):
         begin, count = blocks_of(j, *shape)
-        at = before_first(hk, first, begin, sharing, stride)
+        at = before_visits(hk, first, begin, count, sharing, stride, plan)
         for h in reversed(range(sharing)):
-            for m in reversed(range(begin, begin + count)):
-                at = step(*at, begin, count, stride, plan)
+            for m in range(begin, begin + count) if plan.UP else reversed(range(begin, begin + count)):
+                at = visit(*at, begin, count, stride, plan)
                 assert at == (m, hk * sharing + h, first + h * stride + m)
 
 
@@ -391,9 +394,10 @@ def test_the_sum_of_a_bias_skips_only_what_nobody_sees(window):
     assert skipped > 8
 
 
-def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: bool = True) -> bool:
+def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: bool = True, up: bool = False) -> bool:
     """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
-    in; each adds in the order of the keys, or, not ordered, behind the first that visit the block."""
+    in; each adds in the order of the keys, or, not ordered, behind the first that visit the block; up: that came to
+    it."""
     n_n = math.ceil(shape[1] / 128)
     tiles = [(head, j) for j in range(n_n) for head in range(heads)]
     if take == "backwards":
@@ -403,7 +407,15 @@ def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: 
     def steps(head: int, j: int):
         begin, count = blocks_of(j, *shape)
         before_begin, before_count = blocks_of(j - 1, *shape)
-        for m in reversed(range(begin, begin + count)):
+        for m in range(begin, begin + count) if up else ():
+            first = turns[head, m] == 0
+            turns[head, m] = turns[head, m] or -1
+            yield True
+            while turns[head, m] < 0 and not first:
+                yield False
+            turns[head, m] = 1
+            yield True
+        for m in reversed(range(begin, begin + count)) if not up else ():
             first = j == 0 or m >= before_begin + before_count
             while turns[head, m] < (0 if first else j if ordered else 1):
                 yield False
@@ -426,7 +438,7 @@ def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: 
     return True
 
 
-@pytest.mark.parametrize("right", [0, 77])
+@pytest.mark.parametrize("right", [-1, 0, 77])
 @pytest.mark.parametrize("lengths", [(640, 640), (300, 1000), (1000, 300)])
 def test_masks_without_a_branch(lengths, right):
     """Under a causal mask at head_dim 128 every block is masked, by numbers that split a query's place in two."""
@@ -438,25 +450,73 @@ def test_masks_without_a_branch(lengths, right):
     )
     masked, edges = as_python(walk._masked, gl=tensors, HALF=64), as_python(walk._edges, HALF=64)
     scores = SimpleNamespace(type=SimpleNamespace(layout=None))
-    plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, BLOCK_M=64)
+    plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, BLOCK_M=64, RIGHT=right >= 0)
     for n0, c, m in itertools.product(range(0, len_k, 128), (0, 1), range(math.ceil(len_q / 64))):
         key = torch.arange(64)[:, None] + n0 + c * 64
         at = torch.arange(64) + m * 64 + len_k - len_q
         got = masked(scores, m, edges(n0, len_q, len_k, right, c), plan)
-        assert torch.equal(got.expand(64, 64), (key < len_k) & (key <= at + right))
+        if right < 0 and plan.EVEN_N:
+            assert got is scores
+        else:
+            assert torch.equal(got.expand(64, 64), (key < len_k) & ((key <= at + right) | (right < 0)))
 
 
-@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}])
 @pytest.mark.parametrize("programs", [1, 2, 5, 132])
 @pytest.mark.parametrize("shape", SHAPES[::5])
-def test_programs_that_wait_for_each_other_end(shape, programs, ordered):
+def test_programs_that_wait_for_each_other_end(shape, programs, how):
     random.seed(0)
-    assert finishes(shape, 3, programs, ordered=ordered)
+    assert finishes(shape, 3, programs, **how)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(ordered):
-    assert not finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards", ordered=ordered)
+@pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}])
+def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(how):
+    """Who waits only for those that came before it to a block waits for none of them."""
+    assert finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards", **how) == ("up" in how)
+
+
+def test_which_plan_walks_up_and_which_takes_turns():
+    """Up: under a causal mask at head_dim 64; in turn: without a mask at head_dim 128, as dQ lies in memory."""
+    for dim, causal, biased, ordered in itertools.product((32, 64, 96, 128), *[(False, True)] * 3):
+        q = torch.empty(2, 40, 2048, dim, dtype=torch.bfloat16, device="meta")
+        bias = torch.empty(2, 40, 1, 2048, dtype=torch.bfloat16, device="meta") if biased else None
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal, bias=bias)
+            main = backward._launches(x, o, q, q, (q, q, q), False, False, ordered).main
+        plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
+        assert plan.UP == (dim == 64 and causal and not ordered)
+        assert plan.IN_TURN == (dim > 64 and not (causal or biased or ordered))
+        piece = main.blocks[main.kernel.arg_names.index("DQ")]
+        assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
+        assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_consumers_that_multiply_dq_in_turn_meet(seed):
+    """As `walk._walk` goes: who multiplies finds dS of both, nobody writes what is read, both come to an end."""
+    random.seed(seed)
+    visits, arrived, wrote, reading = seed % 9 + 1, [0, 0], {}, set()
+
+    def consumer(c: int):
+        for n in range(visits):
+            assert n % 2 not in reading
+            wrote[n % 2, c] = n
+            yield
+            arrived[n % 2] += 1
+            if n % 2 == c:
+                while arrived[c] < n // 2 * 2 + 2:
+                    yield
+                reading.add(n % 2)
+                yield
+                assert wrote[n % 2, 0] == wrote[n % 2, 1] == n
+                reading.discard(n % 2)
+            yield
+
+    running = [consumer(0), consumer(1)]
+    for _ in range(100 * visits):
+        if running and next(which := random.choice(running), "end") == "end":
+            running.remove(which)
+    assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
 
 
 def test_whoever_hands_out_tiles_hands_out_the_first_too():

@@ -4,11 +4,12 @@
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dsinks = -sum exp(sink - lse) delta
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys,
-from the last to the first; under a causal mask of a few of these heads, and what programs find for one head of keys is
-added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left
-operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128
-keys and adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one behind rounds the sum
-to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+from the last to the first (Plan.UP: upwards); under a causal mask of a few of these heads, and what programs find for
+one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in
+registers as left operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of
+dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and adds it to a float32 sum in memory by TMA. A
+kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah
+et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ; others wait for that and add theirs in whatever
 order they come to it. That order alone varies from run to run: dK and dV repeat bit for bit, dQ but for rounding.
@@ -22,7 +23,7 @@ import torch
 
 from adatom.ops.attention.hopper_bwd_bias import bias_pass
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
-from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
+from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, NONE, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
@@ -118,7 +119,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     DS: gl.constexpr = [4, BLOCK_M, HALF] if TILES else [2, BLOCK_N, BLOCK_M]
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
     PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), min(D, 64) // 2, 128], PIECE)
+    PIECE_ROWS: gl.constexpr = D // 2 if PLAN.IN_TURN else min(D, 64) // 2
+    dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), PIECE_ROWS, 128], PIECE)
     number_s = gl.allocate_shared_memory(gl.int32, [4 * KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(KV_STAGES, 1)
     v_full = make_barriers(KV_STAGES, 2)
@@ -287,9 +289,11 @@ def _launches(
         call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if call.varlen or wide else (dim, dim)  # TMA knows them otherwise
+    in_turn = dim > 64 and config.tiles != "one" and kind == NONE.value  # Plan.IN_TURN
+    piece = 64 if in_turn else min(dim, 64) // 2, 128
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
-        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else (min(dim, 64) // 2, 128),
+        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else piece,
     }  # fmt: skip
     stages = 1
     if kind == FULL.value:

@@ -71,10 +71,21 @@ class Plan:
     KV_STAGES: int
 
     @property
+    def IN_TURN(self) -> bool:
+        """Whether the consumers multiply dQ in turn, all of a visit's at once: what is fastest without a mask."""
+        return self.D > 64 and not self.ONCE and self.BIAS == NONE.value
+
+    @property
+    def UP(self) -> bool:
+        """Whether tiles walk upwards, so that those that begin together are at different blocks of queries, and who
+        comes first to a block stores its piece of dQ: what is fastest under a causal mask at head_dim 64."""
+        return self.D == 64 and self.FIRST and self.RIGHT and not (self.LEFT or self.ORDERED)
+
+    @property
     def DENSE(self) -> bool:
         """Whether every block is masked, without a branch, dV is multiplied behind dS, and consumers free queries and
-        dO at named barriers: what is fastest under a causal mask; not timed under a window."""
-        return self.D > 64 and self.RIGHT and not self.LEFT
+        dO at named barriers: what is fastest under a causal mask, and in turn."""
+        return self.D > 64 and self.RIGHT and not self.LEFT or self.IN_TURN
 
 
 @gluon.constexpr_function
@@ -121,6 +132,27 @@ def step(m, h, block, begin, blocks, stride, PLAN: gl.constexpr):
 def before_first(hk, first, begin, sharing, stride):
     """What `step` makes the first visit of."""
     return begin, hk * sharing + sharing, first + sharing * stride + begin
+
+
+@gluon.jit
+def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr):
+    """What `visit` makes the first visit of."""
+    if PLAN.UP:
+        last = begin + blocks - 1
+        return last, hk * sharing + sharing, first + sharing * stride + last
+    else:
+        return before_first(hk, first, begin, sharing, stride)
+
+
+@gluon.jit
+def visit(m, h, block, begin, blocks, stride, PLAN: gl.constexpr):
+    """The next block of queries that a tile visits, as `step` gives it; UP: in each head from the first to the last."""
+    if PLAN.UP:
+        new = m == begin + blocks - 1
+        block += gl.where(new, 1 - blocks - stride, 1)
+        return gl.where(new, begin, m + 1), h - gl.where(new, 1, 0), block
+    else:
+        return step(m, h, block, begin, blocks, stride, PLAN)
 
 
 @gluon.jit
@@ -272,9 +304,9 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         if PLAN.DYNAMIC:
             tell(t, b, hk, n0, number_s, turn, PLAN)
         load_tile(K, b, hk // splits, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
-        m, h, block = before_first(hk, first, begin, sharing, stride)
+        m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
-            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+            m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
             i = slot(n, STAGES)
             row = block * BLOCK_M
             if PLAN.DENSE:
@@ -312,10 +344,33 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         mbarrier.arrive(k_full.index(i_kv), count=1)
 
 
+_CLAIM_TURN = gl.constexpr("""{
+.reg .pred early; .reg .b32 lane, turn, now;
+mov.u32 lane, %laneid;
+mov.u32 turn, 0;
+setp.eq.u32 early, lane, 0;
+@early atom.acquire.gpu.global.cas.b32 turn, [$1], 0, -1;
+shfl.sync.idx.b32 turn, turn, 0, 31, -1;
+bar.warp.sync -1;
+mov.u32 now, turn;
+again: setp.eq.s32 early, now, -1;
+@early ld.acquire.gpu.global.s32 now, [$1];
+@early bra again;
+fence.proxy.async.global;
+mov.u32 $0, turn;
+}""")
+
+
+@gluon.jit
+def claim_turn(turn):
+    """Of a single warp: 0 if it is the first to ask, who then passes the turn on; else wait until that is done."""
+    return gl.inline_asm_elementwise(_CLAIM_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
-    the others wait for them; ORDERED: each waits for that of the keys before."""
+    the others wait for them; UP: those who come first; ORDERED: each waits for that of the keys before."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
@@ -336,13 +391,16 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
         index = n0 // BLOCK_N
-        m, h, block = before_first(hk, first, begin, sharing, stride)
+        m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
-            m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+            m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
-            first_keys = (index == 0) | (m >= before_begin + before_blocks)
-            if PLAN.ORDERED or PLAN.FIRST:
-                wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
+            if PLAN.UP:
+                first_keys = claim_turn(at) == 0
+            else:
+                first_keys = (index == 0) | (m >= before_begin + before_blocks)
+                if PLAN.ORDERED or PLAN.FIRST:
+                    wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
             mbarrier.wait(dq_full.index(C), n & 1)
             row = block * WIDE + C * (WIDE // 2)
             if PLAN.FIRST:

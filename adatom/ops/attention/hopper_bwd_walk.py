@@ -13,15 +13,15 @@ from adatom.ops.attention.hopper_bwd_feed import (
     HALF,
     KEY,
     NONE,
-    before_first,
+    before_visits,
     blocks_of,
     first_tile,
     rows_read,
-    step,
     tile_behind,
     tile_told,
     tiles_in_all,
     told,
+    visit,
 )
 from adatom.tiles.hopper import (
     LOG2E,
@@ -31,6 +31,7 @@ from adatom.tiles.hopper import (
     gl,
     gluon,
     mbarrier,
+    named_arrive,
     named_sync,
     release,
     slot,
@@ -45,14 +46,15 @@ from adatom.tiles.hopper import (
 )
 
 BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
+TURN = gl.constexpr(11)  # and of those at which one waits for the other's dS, to multiply dQ in its turn
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
 def _dq_product(ds_s, n, k, C: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 32 or 64]: its queries, or, if there are 64
-    in all, its columns."""
-    WIDE: gl.constexpr = min(PLAN.D, 64)
+    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 32, 64 or 128]: its queries, or, if there
+    are 64 in all, its columns, or, IN_TURN, all."""
+    WIDE: gl.constexpr = PLAN.D if PLAN.IN_TURN else min(PLAN.D, 64)
     zeros = gl.zeros([HALF, WIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16]))
     if PLAN.TILES:  # the tiles of both consumers side by side
         ds = ds_s.reinterpret(ds_s.dtype, [2, PLAN.BLOCK_M, BLOCK_N], ds_s.type.layout).index(n & 1)
@@ -60,7 +62,7 @@ def _dq_product(ds_s, n, k, C: gl.constexpr, PLAN: gl.constexpr):
         ds = ds_s.index(n & 1).permute((1, 0))
     if PLAN.D <= 64:
         ds = ds.slice(C * HALF, HALF, dim=0)
-    else:
+    elif not PLAN.IN_TURN:
         k = k.slice(C * HALF, HALF, dim=1)
     return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
@@ -78,10 +80,12 @@ def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _in_rows(x):
-    """A [64, 32 or 64] accumulator as [16 or 32, 128], where a thread holds 16 bytes in a row and a warp 512, so that
-    nothing moves between threads."""
+    """A [64, 32, 64 or 128] accumulator as [16, 32 or 64, 128], where a thread holds 16 bytes in a row and a warp 512,
+    so that nothing moves between threads; of 128 columns the first 64 lie ahead of the others."""
     COLUMNS: gl.constexpr = x.shape[1]
-    return x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
+    HALVES: gl.constexpr = max(COLUMNS // 64, 1)
+    x = x.reshape([4, 2, 8, HALVES, COLUMNS // HALVES // 8, 4, 2])
+    return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([COLUMNS // 2, 128])
 
 
 @gluon.jit
@@ -105,7 +109,8 @@ def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.const
         if PLAN.ADDER:
             mbarrier.arrive(dq_full.index(C), count=1)
         else:
-            tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
+            row = block * (WIDE // 2) if PLAN.IN_TURN else block * WIDE + C * (WIDE // 2)
+            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
 
 
 @gluon.jit
@@ -198,12 +203,15 @@ def _edges(n0, len_q, len_k, right, C: gl.constexpr):
 def _masked(s, m, edges, PLAN: gl.constexpr):
     """The scores [keys, queries] of block m, -inf where the query does not see the key. Every block is masked: a branch
     costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
-    end, high = edges
-    i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-    j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
-    seen = i < (HALF if PLAN.EVEN_N else end)
-    seen = seen & (i - (m * PLAN.BLOCK_M + high) - (j & 6) <= (j & ~6))
-    return gl.where(seen, s, float("-inf"))
+    if PLAN.RIGHT or not PLAN.EVEN_N:
+        end, high = edges
+        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        seen = i < (HALF if PLAN.EVEN_N else end)
+        if PLAN.RIGHT:
+            seen = seen & (i - (m * PLAN.BLOCK_M + high) - (j & 6) <= (j & ~6))
+        s = gl.where(seen, s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -244,12 +252,12 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     zeros = gl.zeros([HALF, PART], gl.float32, S)
     sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
-    m, h, block = before_first(hk, first, begin, sharing, stride)
+    m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
     ragged = n0 + BLOCK_N > len_k
     edges = _edges(n0, len_q, len_k, right, C)
     for j in range(blocks * sharing):
         before = block
-        m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
+        m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
         i = slot(n, STAGES)
         key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
         wait_full(q_full, n, STAGES)
@@ -324,7 +332,24 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         fence_async_shared()
-        if LATE:
+        if PLAN.IN_TURN:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            mine = (n & 1) == C
+            if mine:
+                named_sync(TURN + C, 256)  # dS of all 128 keys is in shared memory
+            else:
+                named_arrive(TURN + 1 - C, 256)
+            dv = warpgroup_mma_wait(1, deps=(dv,))  # dV, dK
+            if mine:
+                dq = _dq_product(ds_s, n, all_k, C, PLAN)
+                dv = warpgroup_mma_wait(1, deps=(dv,))  # dK, dQ
+                rows_read(n, STAGES)
+                dq = warpgroup_mma_wait(0, deps=(dq,))
+                _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
+            else:
+                dv = warpgroup_mma_wait(0, deps=(dv,))
+                rows_read(n, STAGES)
+        elif LATE:
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
             mbarrier.arrive(ds_full.index(n & 1), count=1)
             dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -344,12 +369,13 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
         else:
             dk = warpgroup_mma_wait(0, deps=(dk,))
         if PLAN.DENSE:
-            rows_read(n, STAGES)
+            if not PLAN.IN_TURN:
+                rows_read(n, STAGES)
         else:
             release(q_empty, n, STAGES)
         n += 1
         if PLAN.SUMS:
-            if m == begin:  # the head's last block
+            if m == (begin + blocks - 1 if PLAN.UP else begin):  # the head's last block
                 row = Sums + (b.to(gl.int64) * heads + h) * most_k
                 key = n0 + C * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, EIGHT))
                 gl.store(row + key, gl.sum(sums, 1) * 0.125, mask=key < most_k)
@@ -397,7 +423,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
+    ROOM: gl.constexpr = 2 if PLAN.IN_TURN else 128 // max(D, 64)  # for so many results
     _, v_s, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
