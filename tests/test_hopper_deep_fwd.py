@@ -189,9 +189,11 @@ def run_fast(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch
     low = 128 if dim > 128 else 64
     hq, hv = (next(h for h in (0, low // 2, low) if d <= low + h) for d in (dim, dim_v))
     masked = o.causal or len_k % config.block_n > 0
+    one = config.block_n == 64
+    slots = (8, 8, 8) if one else (config.q_slots, config.lo_slots, config.hi_slots)
     plan = hopper_deep_tiles.Plan(
         0, False, True, False, o.causal, masked, x.sinks is not None, False, False, 0, 2, 64,
-        config.block_n, low, hq, hv, config.q_slots, config.lo_slots, config.hi_slots, False,
+        config.block_n, low, hq, hv, *slots, False, config.q_slots + config.lo_slots - 2 if one else 0,
     )  # fmt: skip
     half, n_tiles = x.q.dtype, math.ceil(len_q / 128) * batch * heads
     out = torch.full((batch, heads, len_q, dim_v), math.nan, dtype=half)
@@ -202,8 +204,8 @@ def run_fast(x, o, config: deep.Config, programs: int, seed: int) -> tuple[torch
     taken[0] = 0
     for pid in range(programs):
         machine = Forward(pid, programs, seed)
-        tiles, bars = rings(machine, half, config, low, hq)
-        numbers = Shared(torch.zeros(config.q_slots, dtype=torch.int32), [config.q_slots, 1], PLAIN)
+        tiles, bars = (one_ring if one else rings)(machine, half, config, low, hq)
+        numbers = Shared(torch.zeros(slots[0], dtype=torch.int32), [slots[0], 1], PLAIN)
         some = (At(taken), numbers, tiles, bars, sizes, n_tiles)
         outs = Tensor4(out), Tensor4(out, min(hv, 64)), At(lse)
         consumers = [(outs, sinks, *some, o.scale, c, o.causal, plan) for c in (0, 1)]
@@ -221,6 +223,14 @@ def rings(machine: Forward, half: torch.dtype, config: deep.Config, low: int, hi
         deep_flags(),
     )  # fmt: skip
     return tiles, (ring(config.q_slots, 1), ring(config.q_slots, 1), ring(config.lo_slots, 1), ring(config.lo_slots, 2))
+
+
+def one_ring(machine: Forward, half: torch.dtype, config: deep.Config, low: int, high: int) -> tuple[Any, Any]:
+    """The same where queries, keys and values share slots."""
+    n = config.q_slots + config.lo_slots
+    lo, hi = (shared(half, n, 64, columns) for columns in (low, high))
+    full, empty = machine.barriers(n, 1), machine.barriers(n, 2)
+    return (lo, hi, lo, hi, deep_flags()), (full, empty, full, empty)
 
 
 def deep_flags():
@@ -278,6 +288,19 @@ def test_what_fits_in_shared_memory():
             columns = 64 * config.q_slots * dim
             columns += config.block_n * (config.lo_slots * 128 + config.hi_slots * (dim - 128))
             assert columns * 2 + 2048 <= H100.shared_memory, config
+    for dim, config in deep.FAST.items():
+        assert config.lo_slots == config.hi_slots, config  # a use has both halves in one slot
+        assert config.block_n > 64 or config.q_slots == 2 and config.lo_slots <= 6, config  # in 4 bits a use
+        assert (64 * config.q_slots + config.block_n * config.lo_slots) * dim * 2 + 2048 <= H100.shared_memory, config
+
+
+@pytest.mark.parametrize("dim, length, together", [(256, 1024, 16), (192, 4096, 16), (256, 8192, 8), (96, 2048, 8)])
+def test_heads_together(dim, length, together):
+    """Short causal lengths need more heads side by side for their programs to end together."""
+    with pretend(H100):
+        q = torch.empty(32768 // length, 8, length, dim, dtype=torch.bfloat16, device="meta")
+        x, o, _ = inputs_of(q=q, k=q, v=q, causal=True)
+        assert deep._launches(x, o, empty_out(x.q, x.v)).main.scalars[3] == together
 
 
 FAST = (
@@ -311,8 +334,8 @@ def test_roles_without_maxima(case):
     x, o, _ = inputs_of(q=q, k=k, v=v, **options)
     out, lse = reference.forward(x._replace(q=q.double(), k=k.double(), v=v.double()), o)
     usual = deep.FAST[next(d for d in deep.FAST if max(dim, dim_v) <= d)]
-    other = usual._replace(block_n=64 if usual.block_n > 64 else 128)
-    configs = usual, usual, deep.Config(64, 3, 3, 2, True), other
+    other = deep.Config(64 if usual.block_n > 64 else 128, 4, 4, 4, True)
+    configs = usual, usual, deep.Config(64, 2, 4, 4, True), other
     for programs, config in enumerate(configs, 1):
         got = run_fast(x, o, config, programs, programs)
         for name, mine, true in zip(("out", "lse"), got, (out, lse)):

@@ -210,15 +210,15 @@ def _consumer(results, given, tiles, bars, sizes, n_tiles, scale, C: gl.constexp
                         ordinary = gl.minimum(gl.maximum(n0 - end + BLOCK_N, 0) // BLOCK_N, blocks - 1)
             for _ in range(ordinary):
                 n0 -= BLOCK_N
-                p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars,
-                                                False, C, PLAN, S_LAYOUT)
+                p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, t + 1, first, n0, len_q, len_k, limits, tiles,
+                                                bars, False, C, PLAN, S_LAYOUT)
                 t += 2
             if PLAN.SURE:
                 m = gl.where(m == float("-inf"), 0.0, m)
                 for _ in range(blocks - 1 - ordinary):
                     n0 -= BLOCK_N
-                    p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles,
-                                                    bars, True, C, PLAN, S_LAYOUT)
+                    p, lo, hi, m, l = ordinary_step(p, lo, hi, m, l, u, t, t + 1, first, n0, len_q, len_k, limits,
+                                                    tiles, bars, True, C, PLAN, S_LAYOUT)
                     t += 2
 
             wait_full(full, t, LO_SLOTS)
@@ -344,7 +344,7 @@ def pick(call: Call) -> Config:
 
 
 # columns of the widest of q, k and v -> tile of the kernel without maxima, which serves from 1024 keys on
-FAST = {96: Config(128, 4, 4, 4, True), 192: _192_FAST, 256: _256}
+FAST = {96: Config(128, 4, 4, 4, True), 192: Config(64, 2, 6, 6, True), 256: Config(64, 2, 5, 5, True)}
 
 
 class Launches(NamedTuple):
@@ -384,6 +384,8 @@ def fast_launch(call: Call, config: Config) -> Fast:
     """The launch of the kernel without maxima, for a call that it serves."""
     takes = counted(config, call)
     group = balance(config, call, takes)[1]
+    if takes and call.right >= 0 and config.block_n == 64 and call.len_q <= 4096:
+        group = min(2 * group, call.batch * call.heads)  # few tiles of a length: as many more even out the last ones
     low = 128 if call.head_dim > 128 else 64
     n_tiles = call.programs(call.len_q, 128)
     meta = dict(

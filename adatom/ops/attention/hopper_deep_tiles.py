@@ -52,6 +52,7 @@ class Plan:
     LO_SLOTS: int  # tiles of keys and values: first halves
     HI_SLOTS: int  # second halves; at most as many
     SURE: bool
+    RING: int = 0  # slots that queries, keys and values share, but for those of a tile's queries; 0: they do not
 
 
 @gluon.constexpr_function
@@ -176,9 +177,9 @@ def masked_block(s, first, n0, len_q, len_k, limits, PLAN: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
-def ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles, bars, SURE: gl.constexpr,
+def ordinary_step(p, lo, hi, m, l, u, t, v, first, n0, len_q, len_k, limits, tiles, bars, SURE: gl.constexpr,
                   C: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
-    """out += p v of the block before (use t + 1 of the ring), and p of the block of keys n0.. (use t).
+    """out += p v of the block before (use v), and p of the block of keys n0.. (use t).
 
     SURE: m is what scores refer to and stays as it is, and so does what was added up."""
     q_full, q_empty, full, empty = bars
@@ -188,12 +189,12 @@ def ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles,
     wait_full(full, t, LO_SLOTS)
     named_sync(TURN + C, 256)
     s = begin_scores(u, t, tiles, PLAN.BLOCK_N, PLAN, LAYOUT)
-    wait_full(full, t + 1, LO_SLOTS)
-    lo, hi = begin_out(p, lo, hi, t + 1, tiles, PLAN)
+    wait_full(full, v, LO_SLOTS)
+    lo, hi = begin_out(p, lo, hi, v, tiles, PLAN)
     named_arrive(TURN + (C + 1) % 2, 256)
     s = warpgroup_mma_wait(GROUPS, deps=(s,))
     release(empty, t, LO_SLOTS)
-    wait_full(full, t + 1, LO_SLOTS)  # a branch, or ptxas releases the keys among the exponentials
+    wait_full(full, v, LO_SLOTS)  # a branch, or ptxas releases the keys among the exponentials
     s = masked_block(s, first, n0, len_q, len_k, limits, PLAN, LAYOUT)
     if SURE:
         pf = gl.exp2(s * (scale * LOG2E) - m[:, None])
@@ -201,12 +202,12 @@ def ordinary_step(p, lo, hi, m, l, u, t, first, n0, len_q, len_k, limits, tiles,
     else:
         pf, alpha, m, l = softmax_step(s, m, l, scale, PLAN)
     # ptxas moves the wait for products above the softmax, unless another wait, a branch, comes before it
-    wait_full(full, t + 1, LO_SLOTS)
+    wait_full(full, v, LO_SLOTS)
     if PLAN.HV > 0:
         lo, hi, pf = warpgroup_mma_wait(0, deps=(lo, hi, pf))
     else:
         lo, pf = warpgroup_mma_wait(0, deps=(lo, pf))
-    release(empty, t + 1, LO_SLOTS)
+    release(empty, v, LO_SLOTS)
     if not SURE:
         lo = lo * gl.convert_layout(alpha, gl.SliceLayout(1, lo.type.layout))[:, None]
         if PLAN.HV > 0:
