@@ -58,10 +58,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "torch_chunked", "attention.torch_chunked:forward", attention.torch_chunked),
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
     Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
-    Row(
-        *("attention_bwd", "hopper_shared", "attention.hopper_shared_bwd:backward", attention.hopper_shared_bwd),
-        deterministic=False,
-    ),
+    Row("attention_bwd", "hopper_shared", "attention.hopper_shared_bwd:backward", attention.hopper_shared_bwd),
     Row(
         *("attention_bwd", "hopper_float", "attention.hopper_float_bwd:backward", attention.hopper_float_bwd),
         deterministic=False,

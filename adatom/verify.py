@@ -7,9 +7,9 @@ are in the trial.py of each op. An output passes if
     its relative L2 error          <= 2 x PyTorch's + a rounding floor (Trial.least), and
     the error of its worst row     <= 4 x that of PyTorch's worst row + 4 floors
 
-(worst rows scatter more), and it has the right shape and dtype, is finite exactly where the truth is, and, for
-deterministic rows, comes out bit for bit the same when run again. Fresh buffers are filled with NaN beforehand, and
-NaN never passes. The ratio that is reported is error / allowed error, the worse of the two criteria.
+(worst rows scatter more), and it has the right shape and dtype, is finite exactly where the truth is, and, of rows that
+are fit where results must repeat, comes out bit for bit the same when run again. Fresh buffers are filled with NaN
+beforehand, and NaN never passes. The ratio that is reported is error / allowed error, the worse of the two criteria.
 
 A row of a derivative is given the results of the first forward row of its own backend, as in use; if its backend has
 none, those of the truth, rounded to their dtypes. So a wrong forward also fails the derivatives of its backend, and no
@@ -188,7 +188,7 @@ def examine(row: Row, trial: Any) -> Result:
     """Run a row on a trial and judge what comes out. Whatever it raises is a failure of the row."""
     name, launcher, device = trial.case.name, _launcher(row), trial.problem.device
     interpreted = device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
-    once = not row.deterministic or interpreted
+    once = interpreted or row.refuses(trial.problem._replace(deterministic=True)) is not None
     try:
         with Poisoned():
             arguments = trial.arguments(row.op, *_forward(row, trial))

@@ -76,8 +76,11 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.x, self.at + more)
 
-    def load(self) -> Whole:
-        return Whole(self.x.view(-1)[self.at])
+    def load(self, mask: Any = None, other: float = 0.0) -> Any:
+        if mask is None:
+            return Whole(self.x.view(-1)[self.at])
+        at, mask = torch.broadcast_tensors(*(torch.as_tensor(t).as_subclass(torch.Tensor) for t in (self.at, mask)))
+        return register(torch.where(mask, self.x.view(-1)[torch.where(mask, at, 0)], other))
 
     def store(self, value: Any, mask: torch.Tensor) -> None:
         value = torch.as_tensor(value, dtype=self.x.dtype)
@@ -125,7 +128,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language.convert_layout = lambda x, layout, assert_trivial=False: x
     language.DotOperandLayout = lambda *a: None
     language.store = lambda at, value, mask=torch.tensor(True): at.store(value, mask)  # noqa: B008
-    language.load = lambda at: at.load()
+    language.load = lambda at, mask=None, other=0.0: at.load(mask, other)
     language.atomic_add = lambda at, n, sem: at.add(n)
     names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2)}
     names |= dict.fromkeys(("SCORES", "GRAD", "KEEP_NAN", "STORED"))
@@ -139,6 +142,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     names["number_of"] = lambda number, warps: Whole(number.load())
     names |= getattr(machine, "others", {})
     names["_approximately"] = lambda text, x: 1 / x if "rcp" in text else torch.log2(x)
+    names["wait_for_previous"] = names["let_next"] = lambda early: None
     names["widened"] = lambda x, pure=True: x.float()
     for name in {"sharer", "tile_of_sum", "_tile"} & set(names):
         names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
@@ -231,7 +235,7 @@ def backward(
         tiles = (
             shared(HALF, stages * n, 128, 32), shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 32),
             shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 16), shared(HALF, 2, 64, 16),
-            shared(HALF, stages, 128, 64), shared(torch.int64, turns, 1),
+            shared(HALF, stages, 128, 64), shared(torch.int64, turns * bwd.TOLD.value, 1),
         )  # fmt: skip
         tiles[5].x.zero_()
         tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
@@ -240,11 +244,14 @@ def backward(
         pieces = Box(total, 16, 128), taken, zeros, (*several, batch * heads * blocks * 2)
         bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        options = (tiles, bars, counts, some, n, stages)
+        options = (tiles, bars, counts, some, n, stages, 128, True)
         return {"_producer": (*boxes, Box(e, 128, 16), Box(x.bias, 128, 64), *pieces, *options)} | {
-            f"_consumer {c}": (Box(dk, 64, 32), Box(dv, 64, 32), tiles, bars, counts, o.scale, c, some, n, stages)
+            f"_consumer {c}": (
+                Box(dk, 64, 32), Box(dv, 64, 32), None, None, 0, 0, tiles, bars, counts, o.scale, c, some, n, stages,
+                128, False, True,
+            )
             for c in range(n)
-        }
+        }  # fmt: skip
 
     run(bwd, programs, of_keys)
     staged = parts == 1
@@ -256,7 +263,7 @@ def backward(
         counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
         tiles = (
             *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
-            shared(HALF, 2 * biases, 64, 128), shared(F32, 2, 16, 128),
+            shared(HALF, 2 * biases, 64, 128), shared(F32, 2 * bias_part.DQ_STAGES.value, 16, 128),
         )  # fmt: skip
         bars = ring(stages, 4), ring(stages, 2), ring(biases, 2), ring(biases, 2)
         boxes = [Box(t, 128, 32) for t in given]
@@ -264,7 +271,8 @@ def backward(
         options = (tiles, bars, slices, counts)
         into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
         return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
-            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged) for c in range(2)
+            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged, True)
+            for c in range(2)
         }
 
     run(bias_part, programs, of_sums)
@@ -305,7 +313,7 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
         even = len_k % (128 * n) == 0
         return {"_producer": (*given, *options, some, n, stages)} | {
             f"_consumer {c}": (
-                None, None, into, Box(dq, 64, 32), *options, o.scale, 1.0, c, some, even, staged, False,
+                None, None, into, Box(dq, 64, 32), *options, o.scale, 1.0, c, some, even, staged, True, False,
                 n, stages,
             )
             for c in range(2)
@@ -360,6 +368,19 @@ def test_roles(case):
         assert (lines[:, :, len_q:, 0] == math.inf).all() and (lines[:, :, :len_q, 0][~seen] == math.inf).all()
 
 
+def test_parts_of_the_gradient_of_the_bias():
+    """Added in order, by consumers that take turns with pieces, the last of which is not whole."""
+    add = python(Machine(0, 0), bwd, 1)["_add_parts"]
+    for parts in (1, 2, 4, 7):
+        x = torch.randn(parts, 3 * bwd.PIECE.value - 8) * 100
+        total, got = torch.zeros(x.shape[1]), torch.full(x.shape[1:], math.nan, dtype=HALF)
+        for part in x:
+            total += part
+        for first in range(2):
+            add(Pointer(x), Pointer(got), x.shape[1] // 4, parts, first, 2)
+        assert torch.equal(got, total.to(HALF))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
     """Keys masked at the beginning or the end are none of its concern, unless nothing else is seen; what the first keys
@@ -394,6 +415,7 @@ def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
     [
         ({}, None, None),
         ({"length": 300}, None, None),
+        ({"length": 256, "batch": 64}, None, None),
         ({"length": 200}, "256", "256"),
         ({"batch": 8}, "8 batch", "8 batch"),
         ({"batch": 8, "length": 2048}, None, None),
@@ -413,6 +435,8 @@ def test_limits(options, forward_word, backward_word):
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias, causal=options.get("causal", False))
         posed = problem(x, o, options.get("bias_grad", True))
+    repeats = posed._replace(deterministic=True)
+    assert ("any order" in str(limits.hopper_shared_bwd(repeats))) == (backward_word is None and n != 256)
     for unfit, word in ((limits.hopper_shared_fwd, forward_word), (limits.hopper_shared_bwd, backward_word)):
         why = unfit(posed)
         assert (why is None) if word is None else word in why, why

@@ -6,7 +6,7 @@ A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroup
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
 left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
 it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum
-of dbias, and their parts are added afterwards.
+of dbias, and the kernel behind adds their parts.
 """
 
 import torch
@@ -48,9 +48,10 @@ from adatom.tiles.hopper import (
 DIM = gl.constexpr(32)  # head_dim in memory
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-STAGES = gl.constexpr(4)  # buffers of q, k, dO and v
+STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
 BIASES = gl.constexpr(2)  # of the bias
-_SPILL = 48  # Triton 3.6: 0 to 48; 3.9: 44
+DQ_STAGES = gl.constexpr(2)  # of dQ, for each consumer
+_SPILL = 4  # Triton 3.6: 0 to 4; 3.9: 44
 
 
 @gluon.jit
@@ -121,7 +122,7 @@ def _in_rows(x):
 
 @gluon.jit
 def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
@@ -135,6 +136,7 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
     blocks = padded // BLOCK
     n = 0
     turn = 0
+    wait_for_previous(EARLY)  # which clears the sum of dQ
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         tile = bias_s.index(slot(turn, BIASES) * 2 + C)
@@ -170,11 +172,12 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
             b, h = sharer(r, piece, counts, SHARED_HEADS)
-            tma.store_wait(0)  # what was there last has left shared memory
+            tma.store_wait(DQ_STAGES - 1)  # what was there last has left shared memory
+            place = slot(n, DQ_STAGES) * 2 + C
             row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-            dq_s.index(C).store(_in_rows(dq))
+            dq_s.index(place).store(_in_rows(dq))
             fence_async_shared()
-            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            tma.async_atomic_add(DQ, [row, 0], dq_s.index(place))
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -218,21 +221,20 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     bias_s = make_tiles(Bias, 2 * BIASES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    dq_s = gl.allocate_shared_memory(gl.float32, [2 * DQ_STAGES, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIASES, 2)
     bias_empty = make_barriers(BIASES, 2)
     fence_async_shared()
     let_next(EARLY)
-    wait_for_previous(EARLY)
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
     bars = (full, empty, bias_full, bias_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
+        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
     ], [4, 1], [240, 24])  # fmt: skip
 

@@ -10,23 +10,22 @@ never meet. With three warps for a scheduler, one exponentiates while others wai
 
 lse and delta are subtracted by products, too: of a matrix of -1 with E, which has three parts in bfloat16 of each, so
 that no warp reads what lies along its columns. To 384 keys (of queries that are a multiple of 4 in number) dQ and the
-gradient of the bias come first, from hopper_shared_rows.py, which writes E, too. Elsewhere this kernel comes first and
-clears the float32 sum of dQ.
+gradient of the bias come first, from hopper_shared_rows.py, which writes E, too; consumers add its parts of that
+gradient while their first tiles come. Elsewhere this kernel comes first and clears the float32 sum of dQ.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from adatom.ops.attention.hopper_bwd_ends import ends
 from adatom.ops.attention.hopper_bwd_feed import number_of
+from adatom.ops.attention.hopper_shared_behind import behind
 from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
 from adatom.ops.attention.hopper_shared_ends import ahead, divisor
 from adatom.ops.attention.hopper_shared_rows import rows_launch
 from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
-from adatom.ops.attention.triton_sum import sum_of_parts
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
     LOG2E,
@@ -50,11 +49,13 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-BLOCK_M = gl.constexpr(128)  # queries of a buffer
+BLOCK_M = gl.constexpr(128)  # queries of a block of E
 PART = gl.constexpr(64)  # those worked on at a time
 LINE = gl.constexpr(16)  # columns of E, the least of a product
 KEYS = gl.constexpr(64)  # of a consumer
 KV_STAGES = gl.constexpr(2)
+TOLD = gl.constexpr(8)  # numbers that the producer tells: a tile, its first key, (batch, head) of each sharer
+PIECE = gl.constexpr(2048)  # elements that a consumer adds at once
 _SPILL = 0
 
 
@@ -71,38 +72,54 @@ def _tile(t, counts, SHARERS: gl.constexpr):
 
 
 @gluon.jit
+def _tell(number_s, i, x):
+    number_s.index(i).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
 def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
-              SHARERS: gl.constexpr, STAGES: gl.constexpr):
+              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr):
     """Keeps the rings full, and clears a share of the sum of dQ with each tile. Beyond the last sharer, the last one
-    comes again. Takes the next tile that no program took, and tells the consumers its number."""
+    comes again. Takes the next tile that no program took, and tells the consumers its number. Of what it reads, only E
+    and Taken come from the kernel before."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h, n_pieces = several
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = 0
     turn = 0
     t = gl.program_id(0)
     while t < n_tiles:
-        following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+        following = t
         piece, n0, first = _tile(t, counts, SHARERS)
         i_kv = slot(turn, KV_STAGES)
         wait_empty(kv_empty, turn, KV_STAGES)
-        number_s.index(i_kv).store(gl.full([1], t, gl.int32, ONE))
+        told = i_kv * TOLD
+        _tell(number_s, told, t)
+        _tell(number_s, told + 1, n0)
         for c in gl.static_range(SHARERS):
             b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
+            _tell(number_s, told + 2 + 2 * c, b)
+            _tell(number_s, told + 3 + 2 * c, h)
             load_tile(K, b, h, n0, 0, kv_full.index(i_kv), k_s.index(i_kv * SHARERS + c))
             load_tile(V, b, h, n0, 0, kv_full.index(i_kv), v_s.index(i_kv * SHARERS + c))
-        for m0 in range(0, len_q, BLOCK_M):
+        for m0 in range(0, len_q, LOAD):
             i = slot(n, STAGES)
             wait_empty(empty, n, STAGES)
             load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, n0, full.index(i),
                       bias_s.index(i))
             for c in gl.static_range(SHARERS):
                 b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
-                row = (b * heads + h) * padded + m0
                 load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
                 load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
+            if n == 0:
+                wait_for_previous(EARLY)
+                let_next(EARLY)  # which begins to read what was there before this kernel
+            if m0 == 0:
+                following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+            for c in gl.static_range(SHARERS):
+                b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
+                row = (b * heads + h) * padded + m0
                 load_tile(E, 0, 0, row, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
         for at in range(t, n_pieces, n_tiles):
@@ -110,9 +127,29 @@ def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars,
         turn += 1
         t = following
     wait_empty(kv_empty, turn, KV_STAGES)
-    number_s.index(slot(turn, KV_STAGES)).store(gl.full([1], n_tiles, gl.int32, ONE))  # no tile's: the end
+    _tell(number_s, slot(turn, KV_STAGES) * TOLD, n_tiles)  # no tile's: the end
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _add_parts(Parts, Whole, quarter, parts, first, stride):
+    """Pieces first, first + stride .. of the sum of float32 (parts, 4 quarter), in order."""
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    n = quarter * 4
+    for start in range(first * PIECE, n, stride * PIECE):
+        i = start + gl.arange(0, PIECE, FLAT)
+        x = gl.zeros([PIECE], gl.float32, FLAT)
+        for part in range(0, parts, 4):  # so many under way at once
+            x0 = gl.load(Parts + part * n + i, mask=i < n, other=0.0)
+            x1 = gl.load(Parts + (part + 1) * n + i, mask=(i < n) & (part + 1 < parts), other=0.0)
+            x2 = gl.load(Parts + (part + 2) * n + i, mask=(i < n) & (part + 2 < parts), other=0.0)
+            x3 = gl.load(Parts + (part + 3) * n + i, mask=(i < n) & (part + 3 < parts), other=0.0)
+            x += x0
+            x += x1
+            x += x2
+            x += x3
+        gl.store(Whole + i, x.to(Whole.dtype.element_ty), mask=i < n)
 
 
 @gluon.jit
@@ -124,8 +161,9 @@ def _scores(left, right, ones, lines):
 
 
 @gluon.jit
-def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr,
-              STAGES: gl.constexpr):
+def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, C: gl.constexpr,
+              SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
+              ADD: gl.constexpr, EARLY: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
@@ -137,8 +175,11 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
     unit = scale * LOG2E
     n = 0
     turn = 0
+    if ADD:  # while the first tiles are on their way
+        wait_for_previous(EARLY)
+        _add_parts(Parts, DBias, quarter, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS)
     wait_full(kv_full, turn, KV_STAGES)
-    t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
+    t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     while t < n_tiles:
         k_tile = k_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
@@ -149,10 +190,10 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
             v = v_tile.load(gl.DotOperandLayout(0, S, 2))
         dk = gl.zeros([KEYS, DIM], gl.float32, GRAD)
         dv = gl.zeros([KEYS, DIM], gl.float32, GRAD)
-        for m0 in range(0, len_q, BLOCK_M):
+        for m0 in range(0, len_q, LOAD):
             i = slot(n, STAGES)
             wait_full(full, n, STAGES)
-            for part in gl.static_range(BLOCK_M // PART):
+            for part in gl.static_range(LOAD // PART):
                 q = q_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 do = do_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 lines = e_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
@@ -176,32 +217,38 @@ def _consumer(DK, DV, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS:
                 tma.store_wait(0)
                 gl.barrier()
                 release(kv_empty, turn - 1, KV_STAGES)
-        piece, n0, first = _tile(t, counts, SHARERS)
+        told = slot(turn, KV_STAGES) * TOLD
+        n0 = number_of(number_s.index(told + 1), 4)
+        b = number_of(number_s.index(told + 2 + 2 * C), 4)
+        h = number_of(number_s.index(told + 3 + 2 * C), 4)
         k_tile.store((dk * scale).to(DK.dtype))
         v_tile.store(dv.to(DV.dtype))
         fence_async_shared()
-        b, h = sharer(gl.minimum(first + C, shared - 1), piece, counts, SHARED_HEADS)
         store_tile(DK, b, h, n0, 0, k_tile)
         store_tile(DV, b, h, n0, 0, v_tile)
         turn += 1
         wait_full(kv_full, turn, KV_STAGES)
-        t = number_of(number_s.index(slot(turn, KV_STAGES)), 4)
+        t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     tma.store_wait(0)
 
 
-_COUNTS = ["n_pieces", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles"]
+_COUNTS = [
+    "n_pieces", "quarter", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
+    "n_tiles",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_pieces, heads, repeats, bias_heads,
-                 shared, groups, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
-                 SHARERS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
+def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_b, bias_h, n_pieces, quarter, parts,
+                 heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
+                 SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
+                 ADD: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of tiles of 64 keys of a few sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
 
     E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
     delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
     `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
-    Taken: int32, 0.
+    Taken: int32, 0. ADD: DBias, of 4 quarter elements, becomes the sum of so many Parts.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -214,7 +261,7 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_p
     ones_s = gl.allocate_shared_memory(E.dtype, [2, KEYS, LINE], gl.NVMMASharedLayout(32, 16, rank=2))
     ones_s.index(0).store(gl.where(column < 3, -1.0, 0.0).to(E.dtype))
     ones_s.index(1).store(gl.where(column >= 3, -1.0, 0.0).to(E.dtype))
-    number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zeros_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 128], Sum.layout)
     zeros_s.store(gl.zeros([DIM // 2, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])))
     full = make_barriers(STAGES, 1 + 3 * SHARERS)
@@ -222,26 +269,29 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_p
     kv_full = make_barriers(KV_STAGES, 2 * SHARERS)
     kv_empty = make_barriers(KV_STAGES, SHARERS)
     fence_async_shared()
-    let_next(EARLY)
-    wait_for_previous(EARLY)
     tiles = (q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s)
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h, n_pieces)
     if SHARERS == 2:
         gl.warp_specialize([
-            (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS, STAGES)),
-            (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS, STAGES)),
+            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY)),
             (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES)),
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (DK, DV, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS, STAGES)),
-            (_consumer, (DK, DV, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS, STAGES)),
-            (_consumer, (DK, DV, tiles, bars, counts, scale, 2, SHARED_HEADS, SHARERS, STAGES)),
+            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY)),
             (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES)),
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -249,7 +299,7 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, bias_b, bias_h, n_p
 
 
 _WHOLE = 384  # keys, which a program of dQ takes all, if TMA can read lse: where rows begin at multiples of 16 bytes
-CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers, registers
+CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers of 128 queries, registers
 
 
 class Launches(NamedTuple):
@@ -270,32 +320,34 @@ def _launches(
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
-    before, behind = None, None
+    before, after = None, None
     if call.len_k <= _WHOLE and call.len_q % 4 == 0:
         sums = rows_launch(call, x.bias, n_m * m, dlse)
     else:
         before = ahead(call, m, out, dout, dlse)
         sums = sums_launch(call, x.bias, n_m * m)
-        _, behind = ends(call, dim, m, out, dout, dq)
+        after = behind(call, n_blocks * 2, dq, x.bias, sums.parts)
     slices, shared = sharing(call, x.bias)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
+    load = m if after else m // 2  # queries of a buffer: few where heads are short
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *several_of(call), n_blocks * 2 if behind else 0, call.heads, call.repeats, x.bias.shape[1], shared, groups,
-        n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
+        *several_of(call), n_blocks * 2 if after else 0, x.bias.numel() // 4, sums.parts, call.heads, call.repeats,
+        x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages, "EARLY": True,
+        "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load,
+        "ADD": after is None and sums.parts > 1, "EARLY": True,
         "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
-        "Q": (m, dim), "K": (n, dim), "V": (n, dim), "DOut": (m, dim), "E": (m, LINE.value), "Bias": (m, n),
-        "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
+        "Q": (load, dim), "K": (n, dim), "V": (n, dim), "DOut": (load, dim), "E": (load, LINE.value),
+        "Bias": (load, n), "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, min(n_tiles, sms), scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums, behind, n_blocks)
+    return Launches(before, keys, sums, after, n_blocks)
 
 
 def backward(
@@ -311,16 +363,17 @@ def backward(
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
     e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
     taken = empty((1,), lse, torch.int32)
+    dbias = empty(tuple(bias.shape), bias)
+    parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
     if plan.before is None or plan.behind is None:
         words, numbers = e.view(torch.int32), e.view(torch.float32).view(-1, 128)
-        tensors = x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, words, taken, dq
-        dbias = sum_of_parts(plan.sums, bias, *tensors)
-        plan.keys(x.q, x.k, x.v, dout, e, bias, numbers, dk, dv, taken)  # has no sum to clear
+        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, words, taken, dq, parts)
+        plan.keys(x.q, x.k, x.v, dout, e, bias, numbers, dk, dv, taken, parts, dbias)  # has no sum of dQ to clear
         return dq, dk, dv, dbias, None
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
     total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
     plan.before(out, dout, lse, dlse, rows, delta, e, taken)
-    plan.keys(x.q, x.k, x.v, dout, e, bias, total, dk, dv, taken)  # clears the sum of dQ
-    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, total)
-    plan.behind(total, dq, x.cu_seqlens_q)
+    plan.keys(x.q, x.k, x.v, dout, e, bias, total, dk, dv, taken, None, None)  # clears the sum of dQ
+    plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, total, parts)
+    plan.behind(total, dq, parts, dbias)
     return dq, dk, dv, dbias, None

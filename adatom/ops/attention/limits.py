@@ -233,7 +233,11 @@ def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
     if (why := hopper_shared_fwd(p)) is not None:
         return why
-    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
+    if not p.bias_grad:
+        return "makes dQ along with the gradient of the bias, which nobody wants"
+    if p.deterministic and max(p.seqlen_q, p.seqlen_k) > 256:  # to 384 keys it is, but lengths are rounded up
+        return "adds to dQ in any order, but for 256 queries and keys"
+    return None
 
 
 def hopper_bwd_any(p: Problem) -> str | None:
