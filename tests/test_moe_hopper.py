@@ -76,15 +76,27 @@ def test_a_program_of_the_second_kernel_has_room_beside_those_of_the_first(token
     assert 128 * 32 * (hopper_one.PROGRAMS * first["num_warps"] + second["num_warps"]) <= 65536
 
 
+@pytest.mark.parametrize("tokens, wide", [(1, 768), (2, 768), (3, 768), (1, 8), (3, 760), (1, 832)])
+def test_programs_of_the_first_kernel_get_equally_many_units(tokens, wide):
+    """But for the last ones, in as few rounds as a full GPU needs."""
+    x = inputs(tokens, wide=wide)
+    with pretend(H100):
+        tensors = (x.x, x.w_gate_up, x.indices, x.weights, x.x.new_empty(8 * tokens, wide))
+        programs = hopper_one._gate(tensors, "silu").programs
+    units, most = 8 * tokens * wide // hopper_one.ROWS, hopper_one.PROGRAMS * H100.sms
+    rounds = -(-units // most)
+    assert programs <= most and (programs - 1) * rounds < units <= programs * rounds
+
+
 @pytest.mark.parametrize("wide, top_k", [(768, 8), (760, 7), (264, 3), (8, 26), (2048, 3)])
 def test_all_boxes_of_the_second_kernel_are_written(wide, top_k):
-    """As many pairs are fetched as have boxes in whole turns: what lies in shared memory may be no number."""
+    """What lies in shared memory may be no number. And a pair's row of what they are multiplied by has whole boxes."""
     x, seen = inputs(1, wide=wide, top_k=top_k), []
     with pretend(H100), observed(lambda kernel, args, meta, spill: seen.append((args[-1], meta))):
         hopper_one.forward(x, Options("silu"), False)
-    fetches, down = seen[1]
-    each = 2 * -(-wide // down["NARROW"]) * down["ROWS"] * down["NARROW"]
-    assert (fetches - 1) * each < held(down) <= fetches * each
+    (_, gate), (turns, down) = seen
+    assert turns * 2 * down["TURN"] * down["ROWS"] * down["NARROW"] == held(down)
+    assert gate["LONG"] % down["NARROW"] == 0 and 0 <= gate["LONG"] - wide < down["NARROW"]
 
 
 def test_tiles_of_products():

@@ -5,7 +5,8 @@ Two kernels. Programs of the first stream the rows of gate and up of each pair t
 second begins beside it: its programs copy all rows of w_down that they need into shared memory, which depends on the
 indices alone, one on a multiprocessor while the first kernel computes, others when programs of the first end. No tensor
 cores. Code too is read from memory before it runs, so there is little of it: shapes are constants, loops stay loops,
-and each of two numbers in 32 bits becomes float32 by one instruction.
+and each of two numbers in 32 bits becomes float32 by one instruction. What a multiprocessor asks for comes in order, so
+the second kernel does not ask for all rows before it asks for what they are multiplied by.
 """
 
 import torch
@@ -26,6 +27,7 @@ WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and u
 PROGRAMS, WARPS = 4, 2  # of the first kernel on a multiprocessor, and of each of them
 NARROW = 256  # columns of the second kernel's boxes
 TURN = 4  # boxes that the second kernel multiplies at once: a warp each
+EARLY = 4  # turns of boxes that it asks for before the first kernel has ended
 
 
 @gluon.jit
@@ -68,11 +70,11 @@ def _fetch(n, W, Indices, gate_s, up_s, experts, stride_e, stride_j, K: gl.const
 
 
 @gluon.jit(do_not_specialize=["experts"])
-def _gate_kernel(X, W, Indices, A, experts, stride_x, stride_e, stride_j, K: gl.constexpr, N: gl.constexpr,
-                 ACT: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
-                 STAGES: gl.constexpr, WARPS: gl.constexpr):
-    """A (pairs, N) = act(gate) * up of each pair that has an expert, by its number; anything
-    of those that have none."""
+def _gate_kernel(X, W, Indices, Weights, A, experts, stride_x, stride_e, stride_j, stride_t, stride_w,
+                 K: gl.constexpr, N: gl.constexpr, LONG: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr,
+                 TOP_K: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+                 WARPS: gl.constexpr):
+    """A (pairs, LONG), its first N columns: weight * act(gate) * up of each pair, by its number; 0 if it is dropped."""
     COPIES: gl.constexpr = gl.BlockedLayout([ROWS // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // WARPS, 4], [1, 32], [WARPS, 1], [1, 0])  # of two numbers each
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -91,7 +93,10 @@ def _gate_kernel(X, W, Indices, A, experts, stride_x, stride_e, stride_j, K: gl.
     n = gl.program_id(0) * 0
     for u in range(gl.program_id(0), PAIRS * BLOCKS, gl.num_programs(0)):
         pair = u // BLOCKS
-        row = (X + (pair // TOP_K).to(gl.int64) * stride_x).to(gl.pointer_type(gl.int32), bitcast=True)
+        token = pair // TOP_K
+        row = (X + token.to(gl.int64) * stride_x).to(gl.pointer_type(gl.int32), bitcast=True)
+        e = gl.load(Indices + pair)
+        weight = gl.load(Weights + token.to(gl.int64) * stride_t + pair % TOP_K * stride_w).to(gl.float32)
         gates = gl.zeros([ROWS, WIDE // 2], gl.float32, LAYOUT)
         ups = gl.zeros([ROWS, WIDE // 2], gl.float32, LAYOUT)
         for step in range((K + WIDE - 1) // WIDE):
@@ -106,9 +111,9 @@ def _gate_kernel(X, W, Indices, A, experts, stride_x, stride_e, stride_j, K: gl.
                    STAGES, COPIES)
             n += 1
         value, _ = value_and_slope(gl.sum(gates, 1), ACT)
-        a = value * gl.sum(ups, 1)
+        a = gl.where((e >= 0) & (e < experts), value * gl.sum(ups, 1) * weight, 0.0)
         j = u % BLOCKS * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        gl.store(A + pair.to(gl.int64) * N + j, a.to(A.dtype.element_ty), mask=j < N)
+        gl.store(A + pair * LONG + j, a.to(A.dtype.element_ty), mask=j < N)
 
 
 @gluon.jit
@@ -131,95 +136,100 @@ def _order(Order, Offsets, Places, found, experts, PAIRS: gl.constexpr, ITEMS: g
         gl.store(Offsets + i - PAIRS, place, mask=(i >= PAIRS) & (i <= PAIRS + experts))
 
 
-@gluon.jit(do_not_specialize=["experts", "fetches"])
-def _down_kernel(A, W, Indices, Weights, Out, Order, Offsets, Places, experts, stride_e, stride_j, stride_t, stride_w,
-                 fetches, K: gl.constexpr, N: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr,
-                 ROWS: gl.constexpr, NARROW: gl.constexpr, TURN: gl.constexpr):
-    """Out (tokens, N): the sum over a token's pairs of weight * A W[e]^T; dropped ones add nothing. The last program
-    orders the pairs.
+@gluon.jit
+def _copy(w_s, rows, Indices, experts, stride_e, j, k, begin, end, K: gl.constexpr, N: gl.constexpr,
+          TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy the boxes of turns begin..end, which are zeros where there is no pair or no expert."""
+    TURN: gl.constexpr = w_s.shape[1]
+    NARROW: gl.constexpr = w_s.shape[3]
+    CHUNKS: gl.constexpr = (K + NARROW - 1) // NARROW
+    for t in range(begin, end):
+        box = t * TURN + gl.arange(0, TURN, LAYOUT)
+        e = gl.load(Indices + gl.minimum(box // CHUNKS, TOP_K - 1))
+        there = (box < TOP_K * CHUNKS) & (e >= 0) & (e < experts)
+        column = box % CHUNKS * NARROW
+        at = (gl.where(there, e, 0).to(gl.int64) * stride_e + column)[:, None, None]
+        mask = there[:, None, None] & (j < N) & (column[:, None, None] + k < K)
+        async_copy.async_load(w_s.index(t), rows + at, mask=mask)
+        async_copy.commit_group()
 
-    A box holds some columns of a pair's rows; TURN of them are multiplied at once. fetches: pairs whose boxes are
-    copied, which are zeros where there is no pair or no expert; not a constant, so that the loop stays one.
+
+@gluon.jit(do_not_specialize=["experts", "early", "turns"])
+def _down_kernel(A, W, Indices, Out, Order, Offsets, Places, experts, stride_e, stride_j, early, turns,
+                 K: gl.constexpr, N: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr,
+                 NARROW: gl.constexpr, TURN: gl.constexpr):
+    """Out (tokens, N): the sum over a token's pairs of A W[e]^T; dropped ones add nothing. The last program orders the
+    pairs.
+
+    A box holds some columns of a pair's rows; in a turn, each of TURN warps copies and multiplies one. turns: how many
+    there are, of which `early` are asked for first; not constants, so that loops stay loops.
     """
-    COPIES: gl.constexpr = gl.BlockedLayout([ROWS // TURN, 8], [1, 32], [TURN, 1], [1, 0])
+    COPIES: gl.constexpr = gl.BlockedLayout([1, ROWS, 8], [1, 1, 32], [TURN, 1, 1], [2, 1, 0])
+    COPIED: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, COPIES))
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, ROWS, 4], [1, 1, 32], [TURN, 1, 1], [2, 1, 0])  # of two numbers each
-    BOXES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT))
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
     CHUNKS: gl.constexpr = (K + NARROW - 1) // NARROW
     TURNS: gl.constexpr = (TOP_K * CHUNKS + TURN - 1) // TURN
-    w_s = gl.allocate_shared_memory(W.dtype.element_ty, [TURNS * TURN, ROWS, NARROW],
-                                    gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    w_s = gl.allocate_shared_memory(W.dtype.element_ty, [TURNS, TURN, ROWS, NARROW], PLAIN)
     stride_e = stride_e // 8 * 8
     stride_j = stride_j // 8 * 8
     token = gl.program_id(0) // BLOCKS
     if token * TOP_K >= PAIRS:
         let_next(True)
-        wait_for_previous(True)
         _order(Order, Offsets, Places, _experts(Indices, experts, PAIRS), experts, PAIRS, 256, TURN)
     else:
         Indices += token * TOP_K
         first = gl.program_id(0) % BLOCKS * ROWS
-        j = first + gl.arange(0, ROWS, gl.SliceLayout(1, COPIES))
-        k = gl.arange(0, NARROW, gl.SliceLayout(0, COPIES))
-        rows = W + (gl.minimum(j, N - 1).to(gl.int64) * stride_j)[:, None] + k[None, :]
-        for p in range(fetches):
-            e = gl.load(Indices + gl.minimum(p, TOP_K - 1))
-            there = (p < TOP_K) & (e >= 0) & (e < experts)
-            at = rows + gl.where(there, e, 0).to(gl.int64) * stride_e
-            for c in gl.static_range(CHUNKS):
-                if p * CHUNKS + c < TURNS * TURN:
-                    mask = (j < N)[:, None] & (k + c * NARROW < K)[None, :] & there
-                    async_copy.async_load(w_s.index(p * CHUNKS + c), at + c * NARROW, mask=mask)
-        async_copy.commit_group()
+        j = first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COPIES)))[None, :, None]
+        k = gl.arange(0, NARROW, gl.SliceLayout(0, gl.SliceLayout(1, COPIES)))[None, None, :]
+        rows = W + gl.minimum(j, N - 1).to(gl.int64) * stride_j + k
+        _copy(w_s, rows, Indices, experts, stride_e, j, k, 0, early, K, N, TOP_K, COPIED)
         let_next(True)
-        box = gl.arange(0, TURN, BOXES)
-        weights = ()
-        for t in gl.static_range(TURNS):
-            p = gl.minimum((t * TURN + box) // CHUNKS, TOP_K - 1)
-            e = gl.load(Indices + p)
-            w = gl.load(Weights + token.to(gl.int64) * stride_t + p * stride_w).to(gl.float32)
-            there = (t * TURN + box < TOP_K * CHUNKS) & (e >= 0) & (e < experts)
-            weights = weights + (gl.where(there, w, 0.0)[:, None], there[:, None])
         wait_for_previous(True)
-        row = (A + token * TOP_K * K).to(gl.pointer_type(gl.int32), bitcast=True)
-        k = gl.arange(0, NARROW // 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
+        words = (A + token * (TOP_K * CHUNKS * NARROW)).to(gl.pointer_type(gl.int32), bitcast=True)
+        box = gl.arange(0, TURN, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
+        column = gl.arange(0, NARROW // 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
         values = ()
         for t in gl.static_range(TURNS):
-            boxes = (t * TURN + box)[:, None]
-            at = boxes % CHUNKS * (NARROW // 2) + k
-            mask = (at < K // 2) & weights[2 * t + 1]
-            values = values + (gl.load(row + boxes // CHUNKS * (K // 2) + at, mask=mask, other=0),)
-        async_copy.wait_group(0)
-        gl.barrier()
-        boxes_s = w_s.reinterpret(gl.int32, [TURNS, TURN, ROWS, NARROW // 2],
-                              gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+            boxes = t * TURN + box
+            at = words + (boxes * (NARROW // 2) + column)
+            if K % NARROW == 0 and TOP_K * CHUNKS % TURN == 0:
+                values = values + (gl.load(at),)
+            else:
+                mask = (boxes < TOP_K * CHUNKS) & (boxes % CHUNKS * (NARROW // 2) + column < K // 2)
+                values = values + (gl.load(at, mask=mask, other=0),)
+        _copy(w_s, rows, Indices, experts, stride_e, j, k, early, turns, K, N, TOP_K, COPIED)
+        boxes_s = w_s.reinterpret(gl.int32, [TURNS, TURN, ROWS, NARROW // 2], PLAIN)
         total = gl.zeros([TURN, ROWS, NARROW // 2], gl.float32, LAYOUT)
         for t in gl.static_range(TURNS):
+            async_copy.wait_group(TURNS - 1 - t)
             a0, a1 = _halves(values[t], W)
             w0, w1 = _halves(boxes_s.index(t).load(LAYOUT), W)
-            total += w0 * gl.expand_dims(a0 * weights[2 * t], 1)
-            total += w1 * gl.expand_dims(a1 * weights[2 * t], 1)
+            total += w0 * gl.expand_dims(a0, 1)
+            total += w1 * gl.expand_dims(a1, 1)
         y = gl.sum(gl.sum(total, 2), 0)
         j = first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         gl.store(Out + token * N + j, y.to(Out.dtype.element_ty), mask=j < N)
 
 
 def _gate(tensors, act):
-    x, w, indices, a = tensors
-    (_, _, k), (pairs, n) = w.shape, a.shape
-    shape = dict(K=k, N=n, ACT=act, PAIRS=pairs, TOP_K=indices.shape[1])
+    x, w, indices, weights, a = tensors
+    (experts, n, k), (pairs, long) = w.shape, a.shape
+    n //= 2
+    shape = dict(K=k, N=n, LONG=long, ACT=act, PAIRS=pairs, TOP_K=indices.shape[1])
     meta = shape | dict(ROWS=ROWS, WIDE=WIDE, STAGES=STAGES, WARPS=WARPS, num_warps=WARPS, launch_pdl=True)
-    programs = min(pairs * -(-n // ROWS), PROGRAMS * facts(x.device).sms)
-    return Launch(_gate_kernel, programs, (w.shape[0], x.stride(0), *w.stride()[:2]), meta)
+    units = pairs * -(-n // ROWS)
+    programs = -(-units // -(-units // (PROGRAMS * facts(x.device).sms)))  # that get equally many units
+    return Launch(_gate_kernel, programs, (experts, x.stride(0), *w.stride()[:2], *weights.stride()), meta)
 
 
 def _down(tensors):
-    a, w, indices, weights, *_ = tensors
+    _, w, indices, *_ = tensors
     (experts, n, k), (tokens, top_k) = w.shape, indices.shape
-    chunks = -(-k // NARROW)
-    fetches = -(-(-(-top_k * chunks // TURN) * TURN) // chunks)
+    turns = -(-top_k * -(-k // NARROW) // TURN)
     meta = dict(K=k, N=n, PAIRS=tokens * top_k, TOP_K=top_k, ROWS=ROWS, NARROW=NARROW, TURN=TURN)
-    scalars = (experts, *w.stride()[:2], *weights.stride(), fetches)
+    scalars = (experts, *w.stride()[:2], min(EARLY, turns), turns)
     return Launch(_down_kernel, tokens * -(-n // ROWS) + 1, scalars, meta | dict(num_warps=TURN, launch_pdl=True))
 
 
@@ -229,9 +239,9 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tens
         return triton_moe.forward(x, o, keep)
     indices, pairs, out = x.indices.contiguous(), x.pairs, x.x.new_empty(x.x.shape)
     order, offsets, places = (indices.new_empty(n, dtype=torch.int32) for n in (pairs, x.experts + 1, pairs))
-    a = x.x.new_empty(pairs, x.w_down.shape[2])
-    tensors = (x.x, x.w_gate_up, indices, a)
+    a = x.x.new_empty(pairs, -(-x.w_down.shape[2] // NARROW) * NARROW)
+    tensors = (x.x, x.w_gate_up, indices, x.weights, a)
     remembered(_gate, tensors, o.activation)(*tensors)
-    tensors = (a, x.w_down, indices, x.weights, out, order, offsets, places)
+    tensors = (a, x.w_down, indices, out, order, offsets, places)
     remembered(_down, tensors)(*tensors)
     return out, None, order, offsets
