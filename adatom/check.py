@@ -21,8 +21,8 @@ def describe(value: Any) -> str:
 
 
 def finite(value: Any, least: float = -math.inf) -> bool:
-    """Whether value is a number of at least `least` that float32 can hold, and no tensor that wants a gradient."""
-    if isinstance(value, torch.Tensor) and value.requires_grad:
+    """Whether value is a number of at least `least` that float32 can hold, and no tensor that would get no gradient."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         return False
     try:
         return bool(least <= value and -_MOST <= value <= _MOST)

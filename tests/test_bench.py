@@ -347,6 +347,8 @@ def test_cases_are_chosen_by_name(tmp_path: Path, small_cases: None, cheap: None
     assert result.exit_code == 0, result.output
     found = json.loads(record.read_text())["entries"]
     assert {(e["group"], e["case"]) for e in found} == {("plain", "second tiny"), ("bias", "biased")}
+    result = invoke(*words, "--quick", "--rivals", "none", "--no-verify", "--record", str(record))
+    assert result.exit_code == 0 and "second tiny" in result.output
     result = invoke("--case", "third")
     assert result.exit_code == 2 and "no case with third; there are: tiny, second tiny, biased" in result.output
 
@@ -408,6 +410,7 @@ def test_deterministic_rows_can_be_asked_for(small_cases: None, cheap: None) -> 
     ("arguments", "says"),
     [
         (("--group", "nonsense"), "no group nonsense"),
+        (("--group", "plain", "--quick", "--case", "nonsense"), "no case with nonsense"),
         (("--rivals", "nonsense"), "no rival nonsense"),
         (("--backend", "nonsense"), "no backend 'nonsense'"),
         (("--device", "tpu"), "tpu"),

@@ -3,15 +3,17 @@
 import math
 import re
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import adatom
 from adatom.ops.attention import op
 from adatom.ops.attention.api import inputs_of
-from adatom.ops.attention.problem import problem
+from adatom.ops.attention.problem import aligned, problem
 
 F64 = torch.float64
 
@@ -279,6 +281,7 @@ BAD = {
     "window text": ({"window": ("1", 0)}, TypeError, r"integers.*\('1', 0\)"),
     "causal text": ({"causal": "no"}, TypeError, "True or False.*'no'"),
     "causal tensor": ({"causal": torch.tensor([True, False])}, TypeError, "True or False.*bool"),
+    "window tensor": ({"window": (torch.tensor(3), 0)}, TypeError, "integers"),
     "softcap negative": ({"softcap": -1.0}, ValueError, "softcap > 0.*-1.0"),
     "softcap infinite": ({"softcap": math.inf}, ValueError, "finite softcap.*inf"),
     "softcap nan": ({"softcap": math.nan}, ValueError, "finite softcap.*nan"),
@@ -467,6 +470,30 @@ def test_empty_shapes_have_gradients():
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         dq.sum().backward()
         assert (k.grad == 0).all() and k.grad.shape == k.shape
+
+
+def test_numbers_of_other_kinds():
+    """Those of NumPy, sizes that a compiler traces, and, where nothing is differentiated, a learned scale."""
+    want = adatom.attention(Q, KV, KV, causal=True, window=(3, 0), scale=0.5)
+    learned = torch.nn.Parameter(torch.tensor(0.5))
+    with torch.no_grad():
+        got = adatom.attention(Q, KV, KV, causal=numpy.bool_(True), window=(numpy.int64(3), False), scale=learned)
+    assert torch.equal(got, want)
+
+    def half(q):
+        return adatom.attention(q, q, q, causal=q.shape[2] > 4, window=(q.shape[2] // 2, 0))
+
+    graph = make_fx(half, tracing_mode="symbolic")(torch.randn(1, 2, 8, 4))
+    for length in (8, 10):  # causal was decided, as any branch is; the window was not
+        q = torch.randn(1, 2, length, 4)
+        assert torch.equal(graph(q), half(q))
+
+
+def test_what_tma_cannot_read_is_copied():
+    """A contiguous view of the gradient of a concatenation begins anywhere."""
+    whole = torch.randn(3 + 64)
+    x = whole[3:].view(1, 2, 4, 8)
+    assert aligned(x).data_ptr() % 16 == 0 and torch.equal(aligned(x), x) and aligned(whole) is whole
 
 
 def test_a_bias_of_an_empty_batch_has_a_gradient():

@@ -76,6 +76,8 @@ def command(
         chosen = select(rivals)
         if tune and (where.type != "cuda" or op not in (None, "attention")):
             raise ValueError("--tune needs a GPU, and knows the kernels of attention only")
+        if tune and case:
+            raise ValueError("--tune has no cases; --group says which kernels")
         keys = tuning.keys(group or []) if tune else []
         work = {} if tune else run.groups(where, group or [], quick, op, case or ())
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):

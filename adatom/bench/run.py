@@ -447,14 +447,12 @@ def groups(
     unknown = [n for n in names if n not in known]
     if unknown:
         raise ValueError(f"no group {', '.join(unknown)}; there are: {', '.join(known)}")
-    found = {n: known[n][:1] if quick else known[n] for n in names or known}
-    if not words:
-        return found
-    found = {n: tuple(c for c in cases if any(w in c.name for w in words)) for n, cases in found.items()}
-    if not any(found.values()):
-        listed = ", ".join(case.name for n in names or known for case in known[n])
+    cases = {n: known[n] for n in names or known}
+    found = {n: tuple(c for c in some if not words or any(w in c.name for w in words)) for n, some in cases.items()}
+    if words and not any(found.values()):
+        listed = ", ".join(case.name for some in cases.values() for case in some)
         raise ValueError(f"no case with {' or '.join(words)}; there are: {listed}")
-    return {n: cases for n, cases in found.items() if cases}
+    return {n: some[:1] if quick else some for n, some in found.items() if some or not words}
 
 
 @cache

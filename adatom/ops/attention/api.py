@@ -465,12 +465,13 @@ def _checked_bias(
 
 def _side(keys: Any, window: Any) -> Any:
     """One side of a window as an integer: -1 where it is None. A size that a compiler traces stays one."""
-    if keys is None or isinstance(keys, torch.SymInt):
-        return -1 if keys is None else keys
-    try:
-        return operator.index(keys)
-    except TypeError:
+    if keys is None or isinstance(keys, bool):
+        return -1 if keys is None else int(keys)
+    if isinstance(keys, (int, torch.SymInt)):
+        return keys
+    if isinstance(keys, torch.Tensor) or not hasattr(keys, "__index__"):
         require(False, "window of integers or None", TypeError, window=window)
+    return operator.index(keys)
 
 
 def _options(
@@ -501,7 +502,7 @@ def _options(
         scale = head_dim**-0.5
     elif not finite(scale):
         require(False, "a finite scale (of a learned one, multiply q by it)", scale=scale)
-    if not isinstance(causal, (bool, int)):
+    if causal is None or isinstance(causal, (str, torch.Tensor)):
         require(False, "causal as True or False", TypeError, causal=causal)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 

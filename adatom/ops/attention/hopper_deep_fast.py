@@ -7,7 +7,7 @@ the only mask is the causal one where its diagonal ends with tiles (SQUARE). The
 the later half of them where blocks are of 64 keys: the other half does not see the first block under that mask.
 
 A program remembers its tiles: each has, in memory, the number of the one before. If some sum shows that a reference was
-too low, the program does them all once more, from the last to the first, in the ordinary way.
+too low, the program does that tile once more, after all others and in the ordinary way.
 """
 
 from adatom.ops.attention.hopper_deep_tiles import (

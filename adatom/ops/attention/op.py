@@ -15,7 +15,17 @@ import torch
 from torch.autograd import Function, forward_ad
 
 from adatom.operators import absent, on_device, vmap_rule
-from adatom.ops.attention.problem import Inputs, Options, Remembered, empty_like, empty_lse, empty_out, in_rows, problem
+from adatom.ops.attention.problem import (
+    Inputs,
+    Options,
+    Remembered,
+    aligned,
+    empty_like,
+    empty_lse,
+    empty_out,
+    in_rows,
+    problem,
+)
 from adatom.registry import choose, load
 from adatom.signature import signature, watched
 from adatom.tiles.first import together
@@ -96,7 +106,8 @@ def _fwd(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _grads(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """attention_bwd, with None for what nobody asked for."""
     *head, dout, dlse, bias_grad = args
-    return _run("attention_bwd", (*head, in_rows(dout), dlse, bias_grad), bias_grad)
+    dout = aligned(in_rows(dout)) if dout.is_cuda else in_rows(dout)
+    return _run("attention_bwd", (*head, dout, dlse, bias_grad), bias_grad)
 
 
 def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:

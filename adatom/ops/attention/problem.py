@@ -186,6 +186,11 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if near and (x.stride(-1) == 1 or x.shape[-1] == 1) else x.contiguous()
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or where it begins between multiples of 16 bytes of its storage, which TMA does not read, a copy."""
+    return x.clone() if x.storage_offset() * x.element_size() & 15 else x
+
+
 def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An unwritten tensor of x's shape and, where x is dense, strides."""
     return torch.empty_like(x, dtype=dtype)
