@@ -4,9 +4,13 @@
 
 A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
-left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
-it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum
-of dbias, and the kernel behind adds their parts.
+left operand of dQ.
+
+The tiles of the same queries are a chain of programs, which all run at once. Each adds its piece of dQ of a sharer to
+what the one before it hands on in memory, and the last one writes dQ. What is handed on goes round in a ring that stays
+in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
+repeat bit for bit. Where tiles are too few for the GPU, several programs share the sum of dbias, and the kernel behind
+adds their parts.
 """
 
 import torch
@@ -34,6 +38,8 @@ from adatom.tiles.hopper import (
     load_tile_and_numbers,
     make_barriers,
     make_tiles,
+    mbarrier,
+    pass_turn,
     release,
     slot,
     store_tile,
@@ -41,6 +47,7 @@ from adatom.tiles.hopper import (
     wait_empty,
     wait_for_previous,
     wait_full,
+    wait_turn,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -50,7 +57,9 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
 BIASES = gl.constexpr(2)  # of the bias
-DQ_STAGES = gl.constexpr(2)  # of dQ, for each consumer
+DQ_STAGES = gl.constexpr(2)  # of dQ
+LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
+APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
 _SPILL = 4  # Triton 3.6: 0 to 4; 3.9: 44
 
 
@@ -72,7 +81,7 @@ def widened(x, PURE: gl.constexpr = True):
 def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr):
     """Keeps the rings full. Of the sharers every `parts`-th is a part's, so that all parts are near each other in
     memory, and near what is read beside them."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _ = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _, _ = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     n = 0
@@ -121,22 +130,91 @@ def _in_rows(x):
 
 
 @gluon.jit
-def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
+def _in_lines(x):
+    """What `_in_rows` made, as it was."""
+    x = x.reshape([4, DIM // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, DIM])
+    return gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), assert_trivial=True)
+
+
+@gluon.jit
+def _place_in_ring(n, chain):
+    """(first row of the ring that use n of a chain of so many programs lies in, how many uses it holds)."""
+    uses = chain * LINK
+    return (gl.program_id(0) // chain * uses + n % uses) * DIM, uses
+
+
+@gluon.jit
+def _steps(slices, counts):
+    """How many sharers the tiles of this program have."""
+    _, _, _, shared, parts, _, _, _, n_tiles = counts
+    steps = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        _piece, part, _m0, _n0 = tile_of_sum(t, slices, counts)
+        steps += (shared - part + parts - 1) // parts
+    return steps
+
+
+@gluon.jit
+def _fetcher(Ring, Done, dq_s, bars, slices, counts):
+    """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
+    dq_full, _, dq_empty = bars
+    chain = (counts[7] + BLOCK - 1) // BLOCK
+    place = gl.program_id(0) % chain
+    before = Done + (gl.program_id(0) + gl.where(place == 0, chain, 0)) * APART
+    for n in range(_steps(slices, counts)):
+        i = slot(n, DQ_STAGES)
+        row, uses = _place_in_ring(n, chain)
+        wait_empty(dq_empty, n, DQ_STAGES)
+        wait_turn(before, n + 1 - gl.where(place == 0, uses, 0))
+        if place > 0:
+            mbarrier.expect(dq_full.index(i), Ring.block_type.nbytes)
+            tma.async_load(Ring, [row, 0], dq_full.index(i), dq_s.index(i))
+        else:
+            mbarrier.arrive(dq_full.index(i), count=1)
+
+
+@gluon.jit
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, SHARED_HEADS: gl.constexpr):
+    """Hands on what the consumers made of it; the last one of a chain writes dQ."""
+    _, dq_done, dq_empty = bars
+    _, _, _, shared, parts, _, _, len_k, n_tiles = counts
+    chain = (len_k + BLOCK - 1) // BLOCK
+    place = gl.program_id(0) % chain
+    n = 0
+    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        piece, part, m0, _n0 = tile_of_sum(t, slices, counts)
+        for r in range(part, shared, parts):
+            i = slot(n, DQ_STAGES)
+            wait_full(dq_done, n, DQ_STAGES)
+            if place + 1 < chain:
+                row, _uses = _place_in_ring(n, chain)
+                tma.async_store(Ring, [row, 0], dq_s.index(i))
+            else:
+                b, h = sharer(r, piece, counts, SHARED_HEADS)
+                store_tile(DQ, b, h, m0, 0, out_s.index(i * 2))
+                store_tile(DQ, b, h, m0 + HALF, 0, out_s.index(i * 2 + 1))
+            tma.store_wait(0)
+            release(dq_empty, n, DQ_STAGES)
+            n += 1
+            pass_turn(Done + (gl.program_id(0) + 1) * APART, n)
+
+
+@gluon.jit
+def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
               EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s = tiles
     full, empty, bias_full, bias_empty = bars
+    dq_full, dq_done, _ = dq_bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
-    blocks = padded // BLOCK
     n = 0
     turn = 0
-    wait_for_previous(EARLY)  # which clears the sum of dQ
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         tile = bias_s.index(slot(turn, BIASES) * 2 + C)
@@ -171,13 +249,15 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dq = warpgroup_mma(ds16, k.slice(HALF, HALF, dim=0), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
-            b, h = sharer(r, piece, counts, SHARED_HEADS)
-            tma.store_wait(DQ_STAGES - 1)  # what was there last has left shared memory
-            place = slot(n, DQ_STAGES) * 2 + C
-            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-            dq_s.index(place).store(_in_rows(dq))
+            handed = dq_s.index(slot(n, DQ_STAGES)).slice(C * (DIM // 2), DIM // 2, dim=0)
+            wait_full(dq_full, n, DQ_STAGES)
+            x = _in_rows(dq)
+            before = handed.load(x.type.layout)
+            x += gl.where(n0 > 0, before, 0.0)
+            handed.store(x)
+            out_s.index(slot(n, DQ_STAGES) * 2 + C).store((_in_lines(x) * scale).to(out_s.dtype))
             fence_async_shared()
-            tma.async_atomic_add(DQ, [row, 0], dq_s.index(place))
+            release(dq_done, n, DQ_STAGES)
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -198,21 +278,23 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
         release(bias_empty, turn, BIASES)
         turn += 1
     tma.store_wait(0)
+    wait_for_previous(EARLY)  # which writes nothing that is read here: what comes behind may read it
 
 
 _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
-                 parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
-                 STAGED: gl.constexpr, EARLY: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ.
+def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b, bias_h, slices, heads, repeats,
+                 bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
+                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ. Programs: as many as fit on the GPU at once, a
+    multiple of the blocks of keys.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. DQ: float32 [-1, 128], unscaled, pieces [16, 128] by batch, head,
-    64 queries.
+    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; that at
+    APART times (1 + program) becomes the number of sharers that a program has done.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -221,29 +303,38 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     bias_s = make_tiles(Bias, 2 * BIASES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2 * DQ_STAGES, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, DIM, 128], Ring.layout)
+    out_s = make_tiles(DQ, 2 * DQ_STAGES)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIASES, 2)
     bias_empty = make_barriers(BIASES, 2)
+    dq_full = make_barriers(DQ_STAGES, 1)
+    dq_done = make_barriers(DQ_STAGES, 2)
+    dq_empty = make_barriers(DQ_STAGES, 1)
     fence_async_shared()
     let_next(EARLY)
-    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
+    dq_bars = (dq_full, dq_done, dq_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
+        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
+        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, SHARED_HEADS)),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
 def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
-    """The launch for q, k, v, bias, dout, lse, delta, the sum of dQ, and dbias."""
+    """The launch for q, k, v, bias, dout, lse, delta, dq, the ring, the numbers of programs, and dbias."""
     n, dim = BLOCK.value, DIM.value
+    chain = -(-call.len_k // n)
+    programs = call.device.sms // chain * chain
     slices, shared = sharing(call, bias)
-    tiles, parts = shares_of_sum(call, bias, call.device.sms)
+    tiles, parts = shares_of_sum(call, bias, programs)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
         *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
@@ -255,8 +346,13 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
+        "Bias": (n // 2, n), "DQ": (n // 2, dim), "Ring": (dim, 128),
     }  # fmt: skip
     if staged:
         blocks["DBias"] = (n // 2, n)
-    return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+    return Launch(_sums_kernel, min(tiles * parts, programs), scalars, meta, _SPILL, blocks, parts)
+
+
+def ring_rows(sums: Launch) -> int:
+    """Rows of 128 numbers in the rings of all chains."""
+    return sums.programs * LINK.value * DIM.value

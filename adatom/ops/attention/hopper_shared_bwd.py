@@ -11,7 +11,7 @@ never meet. With three warps for a scheduler, one exponentiates while others wai
 lse and delta are subtracted by products, too: of a matrix of -1 with E, which has three parts in bfloat16 of each, so
 that no warp reads what lies along its columns. To 384 keys (of queries that are a multiple of 4 in number) dQ and the
 gradient of the bias come first, from hopper_shared_rows.py, which writes E, too; consumers add its parts of that
-gradient while their first tiles come. Elsewhere this kernel comes first and clears the float32 sum of dQ.
+gradient while their first tiles come. Elsewhere this kernel comes first.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_bwd_feed import number_of
-from adatom.ops.attention.hopper_shared_behind import behind
-from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
-from adatom.ops.attention.hopper_shared_ends import ahead, divisor
+from adatom.ops.attention.hopper_shared_bias import DIM, ring_rows, sums_launch, widened
+from adatom.ops.attention.hopper_shared_ends import NUMBERS, ahead, divisor
 from adatom.ops.attention.hopper_shared_rows import rows_launch
 from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
+from adatom.ops.attention.triton_sum import sum_of_parts
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
     LOG2E,
@@ -77,15 +77,14 @@ def _tell(number_s, i, x):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
+def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
               SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr):
-    """Keeps the rings full, and clears a share of the sum of dQ with each tile. Beyond the last sharer, the last one
-    comes again. Takes the next tile that no program took, and tells the consumers its number. Of what it reads, only E
-    and Taken come from the kernel before."""
+    """Keeps the rings full. Beyond the last sharer, the last one comes again. Takes the next tile that no program took,
+    and tells the consumers its number. Of what it reads, only E and Taken come from the kernel before."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
-    bias_b, bias_h, n_pieces = several
+    bias_b, bias_h = several
     n = 0
     turn = 0
     t = gl.program_id(0)
@@ -122,14 +121,11 @@ def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars,
                 row = (b * heads + h) * padded + m0
                 load_tile(E, 0, 0, row, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
-        for at in range(t, n_pieces, n_tiles):
-            tma.async_store(Sum, [at * (DIM // 2), 0], zeros_s)
         turn += 1
         t = following
     wait_empty(kv_empty, turn, KV_STAGES)
     _tell(number_s, slot(turn, KV_STAGES) * TOLD, n_tiles)  # no tile's: the end
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -233,17 +229,17 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
 
 
 _COUNTS = [
-    "n_pieces", "quarter", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
+    "quarter", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
     "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_b, bias_h, n_pieces, quarter, parts,
+def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bias_h, quarter, parts,
                  heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
                  SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
                  ADD: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
-    """dK and dV of tiles of 64 keys of a few sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
+    """dK and dV of tiles of 64 keys of a few sharers.
 
     E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
     delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
@@ -262,8 +258,6 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_
     ones_s.index(0).store(gl.where(column < 3, -1.0, 0.0).to(E.dtype))
     ones_s.index(1).store(gl.where(column >= 3, -1.0, 0.0).to(E.dtype))
     number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    zeros_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 128], Sum.layout)
-    zeros_s.store(gl.zeros([DIM // 2, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])))
     full = make_barriers(STAGES, 1 + 3 * SHARERS)
     empty = make_barriers(STAGES, SHARERS)
     kv_full = make_barriers(KV_STAGES, 2 * SHARERS)
@@ -272,14 +266,14 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_
     tiles = (q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s)
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
-    several = (bias_b, bias_h, n_pieces)
+    several = (bias_b, bias_h)
     if SHARERS == 2:
         gl.warp_specialize([
             (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
                          SHARERS, STAGES, LOAD, ADD, EARLY)),
             (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
                          SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
                          SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -290,7 +284,7 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_
                          SHARERS, STAGES, LOAD, ADD, EARLY)),
             (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
                          SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
+            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
                          SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
@@ -305,75 +299,72 @@ CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers of 128 queries, registe
 class Launches(NamedTuple):
     """The launches of one backward, and the sizes of what they share."""
 
-    before: launch.Launch | None  # None: what gives dQ does its work, and that of the kernel behind
+    before: launch.Launch | None  # None: what gives dQ does its work
     keys: Launch
     sums: Launch
-    behind: launch.Launch | None
     blocks: int  # of 128 queries, of all heads
 
 
 def _launches(
-    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool
 ) -> Launches:  # fmt: skip
     call = Call(x, o)
     assert x.bias is not None
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
-    before, after = None, None
+    before = None
     if call.len_k <= _WHOLE and call.len_q % 4 == 0:
         sums = rows_launch(call, x.bias, n_m * m, dlse)
     else:
         before = ahead(call, m, out, dout, dlse)
         sums = sums_launch(call, x.bias, n_m * m)
-        after = behind(call, n_blocks * 2, dq, x.bias, sums.parts)
     slices, shared = sharing(call, x.bias)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
-    load = m if after else m // 2  # queries of a buffer: few where heads are short
+    load = m if before else m // 2  # queries of a buffer: few where heads are short
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *several_of(call), n_blocks * 2 if after else 0, x.bias.numel() // 4, sums.parts, call.heads, call.repeats,
+        *several_of(call), x.bias.numel() // 4, sums.parts, call.heads, call.repeats,
         x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load,
-        "ADD": after is None and sums.parts > 1, "EARLY": True,
+        "ADD": before is None and sums.parts > 1, "EARLY": True,
         "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (load, dim), "K": (n, dim), "V": (n, dim), "DOut": (load, dim), "E": (load, LINE.value),
-        "Bias": (load, n), "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
+        "Bias": (load, n), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, min(n_tiles, sms), scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums, after, n_blocks)
+    return Launches(before, keys, sums, n_blocks)
 
 
 def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias, None. dq of many keys is summed in an order that varies from run to run."""
+    """dq, dk, dv, dbias, None, which repeat bit for bit."""
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
     out, dout = (t if suits_tma(t) else t.contiguous() for t in (out, dout))
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None))
     e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
-    taken = empty((1,), lse, torch.int32)
-    dbias = empty(tuple(bias.shape), bias)
-    parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
-    if plan.before is None or plan.behind is None:
-        words, numbers = e.view(torch.int32), e.view(torch.float32).view(-1, 128)
-        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, words, taken, dq, parts)
-        plan.keys(x.q, x.k, x.v, dout, e, bias, numbers, dk, dv, taken, parts, dbias)  # has no sum of dQ to clear
+    if plan.before is None:
+        taken = empty((1,), lse, torch.int32)
+        dbias = empty(tuple(bias.shape), bias)
+        parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
+        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), taken, dq, parts)
+        plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, taken, parts, dbias)
         return dq, dk, dv, dbias, None
     rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
-    total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
-    plan.before(out, dout, lse, dlse, rows, delta, e, taken)
-    plan.keys(x.q, x.k, x.v, dout, e, bias, total, dk, dv, taken, None, None)  # clears the sum of dQ
-    plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, total, parts)
-    plan.behind(total, dq, parts, dbias)
+    numbers = empty((NUMBERS.value,), lse, torch.int32)
+    ring = empty((ring_rows(plan.sums), 128), lse)
+    plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
+    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, None, None)
+    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers)
     return dq, dk, dv, dbias, None
