@@ -57,7 +57,8 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
 BIASES = gl.constexpr(2)  # of the bias
-DQ_STAGES = gl.constexpr(2)  # of dQ
+DQ_STAGES = gl.constexpr(3)  # of dQ
+PASSERS = gl.constexpr(2)  # warps that hand it on in turn: it takes one longer than a sharer's products
 LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
 APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
 _SPILL = 4  # Triton 3.6: 0 to 4; 3.9: 44
@@ -157,7 +158,7 @@ def _steps(slices, counts):
 @gluon.jit
 def _fetcher(Ring, Done, dq_s, bars, slices, counts):
     """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
-    dq_full, _, dq_empty = bars
+    dq_full, _, dq_empty, _ = bars
     chain = (counts[7] + BLOCK - 1) // BLOCK
     place = gl.program_id(0) % chain
     before = Done + (gl.program_id(0) + gl.where(place == 0, chain, 0)) * APART
@@ -165,7 +166,7 @@ def _fetcher(Ring, Done, dq_s, bars, slices, counts):
         i = slot(n, DQ_STAGES)
         row, uses = _place_in_ring(n, chain)
         wait_empty(dq_empty, n, DQ_STAGES)
-        wait_turn(before, n + 1 - gl.where(place == 0, uses, 0))
+        wait_turn(before + n % PASSERS, (n - gl.where(place == 0, uses, 0)) // PASSERS + 1)
         if place > 0:
             mbarrier.expect(dq_full.index(i), Ring.block_type.nbytes)
             tma.async_load(Ring, [row, 0], dq_full.index(i), dq_s.index(i))
@@ -174,29 +175,32 @@ def _fetcher(Ring, Done, dq_s, bars, slices, counts):
 
 
 @gluon.jit
-def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, SHARED_HEADS: gl.constexpr):
-    """Hands on what the consumers made of it; the last one of a chain writes dQ."""
-    _, dq_done, dq_empty = bars
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr):
+    """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
+    _, dq_done, dq_empty, out_empty = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
     place = gl.program_id(0) % chain
+    mine = Done + (gl.program_id(0) + 1) * APART + P
     n = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0, _n0 = tile_of_sum(t, slices, counts)
         for r in range(part, shared, parts):
-            i = slot(n, DQ_STAGES)
-            wait_full(dq_done, n, DQ_STAGES)
-            if place + 1 < chain:
-                row, _uses = _place_in_ring(n, chain)
-                tma.async_store(Ring, [row, 0], dq_s.index(i))
-            else:
-                b, h = sharer(r, piece, counts, SHARED_HEADS)
-                store_tile(DQ, b, h, m0, 0, out_s.index(i * 2))
-                store_tile(DQ, b, h, m0 + HALF, 0, out_s.index(i * 2 + 1))
-            tma.store_wait(0)
-            release(dq_empty, n, DQ_STAGES)
+            if n % PASSERS == P:
+                i = slot(n, DQ_STAGES)
+                wait_full(dq_done, n, DQ_STAGES)
+                if place + 1 < chain:
+                    row, _uses = _place_in_ring(n, chain)
+                    tma.async_store(Ring, [row, 0], dq_s.index(i))
+                else:
+                    b, h = sharer(r, piece, counts, SHARED_HEADS)
+                    store_tile(DQ, b, h, m0, 0, out_s.index(0))
+                    store_tile(DQ, b, h, m0 + HALF, 0, out_s.index(1))
+                tma.store_wait(0)
+                release(dq_empty, n, DQ_STAGES)
+                release(out_empty, n, 1)
+                pass_turn(mine, n // PASSERS + 1)
             n += 1
-            pass_turn(Done + (gl.program_id(0) + 1) * APART, n)
 
 
 @gluon.jit
@@ -206,7 +210,7 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
     Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s = tiles
     full, empty, bias_full, bias_empty = bars
-    dq_full, dq_done, _ = dq_bars
+    dq_full, dq_done, _, out_empty = dq_bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
@@ -255,7 +259,8 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
             before = handed.load(x.type.layout)
             x += gl.where(n0 > 0, before, 0.0)
             handed.store(x)
-            out_s.index(slot(n, DQ_STAGES) * 2 + C).store((_in_lines(x) * scale).to(out_s.dtype))
+            wait_empty(out_empty, n, 1)
+            out_s.index(C).store((_in_lines(x) * scale).to(out_s.dtype))
             fence_async_shared()
             release(dq_done, n, DQ_STAGES)
             n += 1
@@ -293,8 +298,8 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; that at
-    APART times (1 + program) becomes the number of sharers that a program has done.
+    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; those
+    from APART times (1 + program) on become how many each of its PASSERS has handed on.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -304,7 +309,7 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, DIM, 128], Ring.layout)
-    out_s = make_tiles(DQ, 2 * DQ_STAGES)
+    out_s = make_tiles(DQ, 2)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIASES, 2)
@@ -312,11 +317,12 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     dq_full = make_barriers(DQ_STAGES, 1)
     dq_done = make_barriers(DQ_STAGES, 2)
     dq_empty = make_barriers(DQ_STAGES, 1)
+    out_empty = make_barriers(1, 1)
     fence_async_shared()
     let_next(EARLY)
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
-    dq_bars = (dq_full, dq_done, dq_empty)
+    dq_bars = (dq_full, dq_done, dq_empty, out_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
@@ -324,8 +330,9 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
         (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
         (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, SHARED_HEADS)),
-    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, 0, SHARED_HEADS)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, 1, SHARED_HEADS)),
+    ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])  # fmt: skip
 
 
 def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
