@@ -6,11 +6,11 @@ A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroup
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
 left operand of dQ.
 
-The tiles of the same queries are a chain of programs, which all run at once. Each adds its piece of dQ of a sharer, by
-TMA, to those of the programs before it, and the last one reads their sum and writes dQ. Sums go round in a ring that
-stays in L2: the first program of a chain waits for the last one to free places. So all results repeat bit for bit, and
-there is no sum of dQ in memory. Where tiles are too few for the GPU, several programs share the sum of dbias, and the
-kernel behind adds their parts.
+The tiles of the same queries are a chain of programs, which all run at once. Each adds its piece of dQ of a sharer to
+what the one before it hands on in memory, and the last one writes dQ. What is handed on goes round in a ring that stays
+in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
+repeat bit for bit. Where tiles are too few for the GPU, several programs share the sum of dbias, and the kernel behind
+adds their parts.
 """
 
 import torch
@@ -58,10 +58,10 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
 BIASES = gl.constexpr(1)  # of the bias
 DQ_STAGES = gl.constexpr(4)  # of dQ
-ADDERS = gl.constexpr(2)  # warps that add it in turn: it takes one longer than a sharer's products take
+PASSERS = gl.constexpr(2)  # warps that hand it on in turn: it takes one longer than a sharer's products
 LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
 APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
-_SPILL = 4  # Triton 3.6: 0 to 4; 3.9: 44
+_SPILL = 20  # Triton 3.6: 0 to 20
 
 
 @gluon.jit
@@ -131,29 +131,29 @@ def _in_rows(x):
 
 
 @gluon.jit
-def _sum_of(n, chain):
-    """(first row in the ring of use n of this chain of so many programs, how many uses a chain has room for)."""
+def _place_in_ring(n, chain):
+    """(first row of the ring that use n of a chain of so many programs lies in, how many uses it holds)."""
     uses = chain * LINK
     return (gl.program_id(0) // chain * uses + n % uses) * DIM, uses
 
 
 @gluon.jit
 def _fetcher(Ring, Done, dq_s, bars, slices, counts):
-    """In the last program of a chain: brings the sum of those before, to be added to; elsewhere nothing is."""
+    """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
     dq_full, _, dq_empty = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
     place = gl.program_id(0) % chain
-    before = Done + gl.program_id(0) * APART
+    before = Done + (gl.program_id(0) + gl.where(place == 0, chain, 0)) * APART
     n = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         _piece, part, _m0, _n0 = tile_of_sum(t, slices, counts)
         for _ in range(part, shared, parts):
             i = slot(n, DQ_STAGES)
+            row, uses = _place_in_ring(n, chain)
             wait_empty(dq_empty, n, DQ_STAGES)
-            if (place > 0) & (place + 1 == chain):
-                row, _uses = _sum_of(n, chain)
-                wait_turn(before + n % ADDERS, n // ADDERS + 1)
+            wait_turn(before + n % PASSERS, (n - gl.where(place == 0, uses, 0)) // PASSERS + 1)
+            if place > 0:
                 mbarrier.expect(dq_full.index(i), Ring.block_type.nbytes)
                 tma.async_load(Ring, [row, 0], dq_full.index(i), dq_s.index(i))
             else:
@@ -162,43 +162,44 @@ def _fetcher(Ring, Done, dq_s, bars, slices, counts):
 
 
 @gluon.jit
-def _adder(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, scale, A: gl.constexpr, SHARED_HEADS: gl.constexpr):
-    """Adds every other piece to those of the programs before; in the last program of a chain, writes dQ."""
+def _round(dq_tile, out, scale):
+    """A consumer's dQ from the order of `_in_rows` to that of rows, by one warp."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
+    for w in gl.static_range(4):
+        x = dq_tile.slice(w * 4, 4, dim=0).load(LINES) * scale
+        x = x.to(out.dtype).reshape([DIM // 8, 8, 4, 2, 2]).permute((3, 1, 0, 2, 4)).reshape([16, DIM])
+        out.slice(w * 16, 16, dim=0).store(x)
+
+
+@gluon.jit
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, scale, P: gl.constexpr, SHARED_HEADS: gl.constexpr):
+    """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
     _, dq_done, dq_empty = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
-    LINES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
     chain = (len_k + BLOCK - 1) // BLOCK
     place = gl.program_id(0) % chain
-    before = Done + (gl.program_id(0) + gl.where(place == 0, chain, 0)) * APART + A
-    mine = Done + (gl.program_id(0) + 1) * APART + A
+    mine = Done + (gl.program_id(0) + 1) * APART + P
     n = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0, _n0 = tile_of_sum(t, slices, counts)
         for r in range(part, shared, parts):
-            if n % ADDERS == A:
+            if n % PASSERS == P:
                 i = slot(n, DQ_STAGES)
-                row, uses = _sum_of(n, chain)
                 wait_full(dq_done, n, DQ_STAGES)
-                if place + 1 == chain:
-                    b, h = sharer(r, piece, counts, SHARED_HEADS)
-                    for c in gl.static_range(2):
-                        tile = out_s.index(A * 2 + c)
-                        for w in gl.static_range(4):
-                            x = dq_s.index(i).slice(c * 16 + w * 4, 4, dim=0).load(LINES) * scale
-                            x = x.to(tile.dtype).reshape([4, 8, 4, 2, 2]).permute((3, 1, 0, 2, 4)).reshape([16, DIM])
-                            tile.slice(w * 16, 16, dim=0).store(x)
-                    fence_async_shared()
-                    store_tile(DQ, b, h, m0, 0, out_s.index(A * 2))
-                    store_tile(DQ, b, h, m0 + HALF, 0, out_s.index(A * 2 + 1))
-                elif place == 0:
-                    wait_turn(before, (n - uses) // ADDERS + 1)
+                if place + 1 < chain:
+                    row, _uses = _place_in_ring(n, chain)
                     tma.async_store(Ring, [row, 0], dq_s.index(i))
                 else:
-                    wait_turn(before, n // ADDERS + 1)
-                    tma.async_atomic_add(Ring, [row, 0], dq_s.index(i))
+                    b, h = sharer(r, piece, counts, SHARED_HEADS)
+                    for c in gl.static_range(2):
+                        tile = dq_s.index(i).slice(c * (DIM // 2), DIM // 2, dim=0)
+                        _round(tile, out_s.index(P * 2 + c), scale)
+                    fence_async_shared()
+                    for c in gl.static_range(2):
+                        store_tile(DQ, b, h, m0 + c * HALF, 0, out_s.index(P * 2 + c))
                 tma.store_wait(0)
                 release(dq_empty, n, DQ_STAGES)
-                pass_turn(mine, n // ADDERS + 1)
+                pass_turn(mine, n // PASSERS + 1)
             n += 1
 
 
@@ -211,8 +212,6 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
     full, empty, bias_full, bias_empty = bars
     dq_full, dq_done, _ = dq_bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
-    chain = (len_k + BLOCK - 1) // BLOCK
-    adds = (chain > 1) & (gl.program_id(0) % chain + 1 == chain)
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -254,11 +253,12 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
             dq = warpgroup_mma(ds16, k.slice(HALF, HALF, dim=0), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
-            sums = dq_s.index(slot(n, DQ_STAGES)).slice(C * (DIM // 2), DIM // 2, dim=0)
-            x = _in_rows(dq)
+            handed = dq_s.index(slot(n, DQ_STAGES)).slice(C * (DIM // 2), DIM // 2, dim=0)
             wait_full(dq_full, n, DQ_STAGES)
-            before = sums.load(x.type.layout)
-            sums.store(x + gl.where(adds, before, 0.0))
+            x = _in_rows(dq)
+            before = handed.load(x.type.layout)
+            x += gl.where(n0 > 0, before, 0.0)
+            handed.store(x)
             fence_async_shared()
             release(dq_done, n, DQ_STAGES)
             n += 1
@@ -297,7 +297,7 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
     bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; those
-    from APART times (1 + program) on become how many pieces each of its ADDERS has added.
+    from APART times (1 + program) on become how many each of its PASSERS has handed on.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -307,7 +307,7 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, DIM, 128], Ring.layout)
-    out_s = make_tiles(DQ, 2 * ADDERS)
+    out_s = make_tiles(DQ, 2 * PASSERS)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIASES, 2)
@@ -327,8 +327,8 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
         (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
         (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts)),
-        (_adder, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 0, SHARED_HEADS)),
-        (_adder, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 1, SHARED_HEADS)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 0, SHARED_HEADS)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 1, SHARED_HEADS)),
     ], [4, 1, 1, 1, 1], [240, 32, 32, 32, 32])  # fmt: skip
 
 

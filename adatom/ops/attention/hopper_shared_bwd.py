@@ -56,7 +56,7 @@ KEYS = gl.constexpr(64)  # of a consumer
 KV_STAGES = gl.constexpr(2)
 TOLD = gl.constexpr(8)  # numbers that the producer tells: a tile, its first key, (batch, head) of each sharer
 PIECE = gl.constexpr(2048)  # elements that a consumer adds at once
-_SPILL = 0
+_SPILL = 4
 
 
 @gluon.jit
