@@ -266,11 +266,11 @@ def backward(
         tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
         bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        options = (tiles, bars, counts, some, n, stages, 128, True)
+        options = (tiles, bars, counts, some, n, stages, 128, True, False)
         return {"_producer": (*boxes, Box(e, 128, 16), Box(x.bias, 128, 64), taken, several, *options)} | {
             f"_consumer {c}": (
                 Box(dk, 64, 32), Box(dv, 64, 32), None, None, 0, 0, tiles, bars, counts, o.scale, c, some, n, stages,
-                128, False, True,
+                128, 0, True, False,
             )
             for c in range(n)
         }  # fmt: skip
@@ -306,7 +306,7 @@ def backward(
             "_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, tiles, bars, *options, some),
             "_fetcher": (*handed, dq_bars, *options),
         } | {
-            f"_consumer {c}": (into, tiles, bars, dq_bars, *options, o.scale, c, some, even, staged, True)
+            f"_consumer {c}": (into, tiles, bars, dq_bars, *options, o.scale, c, some, even, staged)
             for c in range(2)
         } | {
             f"_passer {p}": (Box(dq, 64, 32), *handed, tiles[8], dq_bars, *options, o.scale, p, some)
@@ -407,13 +407,13 @@ def test_roles(case):
 def test_parts_of_the_gradient_of_the_bias():
     """Added in order, by consumers that take turns with pieces, the last of which is not whole."""
     add = python(Machine(0, 0), bwd, 1)["_add_parts"]
-    for parts in (1, 2, 4, 7):
-        x = torch.randn(parts, 3 * bwd.PIECE.value - 8) * 100
+    for parts, unit in ((1, 4), (2, 4), (4, 4), (7, 1)):
+        x = torch.randn(parts, 3 * bwd.PIECE.value - 9 + unit // 4) * 100
         total, got = torch.zeros(x.shape[1]), torch.full(x.shape[1:], math.nan, dtype=HALF)
         for part in x:
             total += part
         for first in range(2):
-            add(Pointer(x), Pointer(got), x.shape[1] // 4, parts, first, 2)
+            add(Pointer(x), Pointer(got), x.shape[1] // unit, parts, first, 2, unit)
         assert torch.equal(got, total.to(HALF))
 
 

@@ -205,7 +205,7 @@ def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, scale, P: gl.cons
 
 @gluon.jit
 def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr):
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, _ = tiles
@@ -281,7 +281,6 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
         release(bias_empty, turn, BIASES)
         turn += 1
     tma.store_wait(0)
-    wait_for_previous(EARLY)  # which writes nothing that is read here: what comes behind may read it
 
 
 _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles"]
@@ -316,6 +315,7 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     dq_done = make_barriers(DQ_STAGES, 2)
     dq_empty = make_barriers(DQ_STAGES, 1)
     fence_async_shared()
+    wait_for_previous(EARLY)
     let_next(EARLY)
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
@@ -323,8 +323,8 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
-        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
+        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
+        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
         (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts)),
         (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 0, SHARED_HEADS)),

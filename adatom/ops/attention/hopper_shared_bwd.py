@@ -11,7 +11,8 @@ never meet. With three warps for a scheduler, one exponentiates while others wai
 lse and delta are subtracted by products, too: of a matrix of -1 with E, which has three parts in bfloat16 of each, so
 that no warp reads what lies along its columns. To 384 keys (of queries that are a multiple of 4 in number) dQ and the
 gradient of the bias come first, from hopper_shared_rows.py, which writes E, too; consumers add its parts of that
-gradient while their first tiles come. Elsewhere this kernel comes first.
+gradient while their first tiles come. Elsewhere dQ comes first, too, but this kernel does not wait for it: it begins on
+each multiprocessor that a program of that has left, and adds the parts in the end.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,6 @@ from adatom.ops.attention.hopper_shared_rows import rows_launch
 from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
-from adatom.ops.attention.triton_sum import sum_of_parts
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
     LOG2E,
@@ -78,9 +78,10 @@ def _tell(number_s, i, x):
 
 @gluon.jit
 def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
-              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr):
+              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr,
+              FRESH: gl.constexpr):
     """Keeps the rings full. Beyond the last sharer, the last one comes again. Takes the next tile that no program took,
-    and tells the consumers its number. Of what it reads, only E and Taken come from the kernel before."""
+    and tells the consumers its number. FRESH: of what it reads, E and Taken come from the kernel before."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
@@ -112,7 +113,7 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARE
                 load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
                 load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
             if n == 0:
-                wait_for_previous(EARLY)
+                wait_for_previous(EARLY and FRESH)
                 let_next(EARLY)  # which begins to read what was there before this kernel
             if m0 == 0:
                 following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
@@ -126,13 +127,14 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARE
     wait_empty(kv_empty, turn, KV_STAGES)
     _tell(number_s, slot(turn, KV_STAGES) * TOLD, n_tiles)  # no tile's: the end
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
+    wait_for_previous(EARLY and not FRESH)  # what comes behind may read what that wrote
 
 
 @gluon.jit
-def _add_parts(Parts, Whole, quarter, parts, first, stride):
-    """Pieces first, first + stride .. of the sum of float32 (parts, 4 quarter), in order."""
+def _add_parts(Parts, Whole, units, parts, first, stride, UNIT: gl.constexpr):
+    """Pieces first, first + stride .. of the sum of float32 (parts, UNIT units), in order."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    n = quarter * 4
+    n = units * UNIT
     for start in range(first * PIECE, n, stride * PIECE):
         i = start + gl.arange(0, PIECE, FLAT)
         x = gl.zeros([PIECE], gl.float32, FLAT)
@@ -157,9 +159,9 @@ def _scores(left, right, ones, lines):
 
 
 @gluon.jit
-def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, C: gl.constexpr,
+def _consumer(DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, C: gl.constexpr,
               SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-              ADD: gl.constexpr, EARLY: gl.constexpr):
+              ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
@@ -171,9 +173,9 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
     unit = scale * LOG2E
     n = 0
     turn = 0
-    if ADD:  # while the first tiles are on their way
+    if ADD > 0 and FRESH:  # while the first tiles are on their way
         wait_for_previous(EARLY)
-        _add_parts(Parts, DBias, quarter, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS)
+        _add_parts(Parts, DBias, units, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS, ADD)
     wait_full(kv_full, turn, KV_STAGES)
     t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     while t < n_tiles:
@@ -226,25 +228,29 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
         wait_full(kv_full, turn, KV_STAGES)
         t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     tma.store_wait(0)
+    if ADD > 0 and not FRESH:
+        wait_for_previous(EARLY)
+        _add_parts(Parts, DBias, units, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS, ADD)
 
 
 _COUNTS = [
-    "quarter", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
+    "units", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
     "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bias_h, quarter, parts,
+def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bias_h, units, parts,
                  heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
                  SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-                 ADD: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
+                 ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of tiles of 64 keys of a few sharers.
 
     E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
     delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
     `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
-    Taken: int32, 0. ADD: DBias, of 4 quarter elements, becomes the sum of so many Parts.
+    Taken: int32, 0. ADD, if not 0: DBias, of ADD units elements, becomes the sum of so many Parts, which the kernel
+    before writes. FRESH: it writes E and Taken, too.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -269,23 +275,23 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bi
     several = (bias_b, bias_h)
     if SHARERS == 2:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
             (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
             (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -322,16 +328,17 @@ def _launches(
     slices, shared = sharing(call, x.bias)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
+    unit = 4 if x.bias.numel() % 4 == 0 else 1  # so that 16 bytes are read at once
     load = m if before else m // 2  # queries of a buffer: few where heads are short
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *several_of(call), x.bias.numel() // 4, sums.parts, call.heads, call.repeats,
+        *several_of(call), x.bias.numel() // unit, sums.parts, call.heads, call.repeats,
         x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load,
-        "ADD": before is None and sums.parts > 1, "EARLY": True,
+        "ADD": unit if sums.parts > 1 else 0, "EARLY": True, "FRESH": before is None,
         "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
@@ -354,17 +361,15 @@ def backward(
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None))
     e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
+    numbers = empty((NUMBERS.value if plan.before else 1,), lse, torch.int32)
+    dbias = empty(tuple(bias.shape), bias)
+    parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
     if plan.before is None:
-        taken = empty((1,), lse, torch.int32)
-        dbias = empty(tuple(bias.shape), bias)
-        parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
-        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), taken, dq, parts)
-        plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, taken, parts, dbias)
-        return dq, dk, dv, dbias, None
-    rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
-    numbers = empty((NUMBERS.value,), lse, torch.int32)
-    ring = empty((ring_rows(plan.sums), 128), lse)
-    plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
-    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, None, None)
-    dbias = sum_of_parts(plan.sums, bias, x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers)
+        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), numbers, dq, parts)
+    else:
+        rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
+        ring = empty((ring_rows(plan.sums), 128), lse)
+        plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
+        plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers, parts)
+    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, parts, dbias)
     return dq, dk, dv, dbias, None
