@@ -279,6 +279,7 @@ def backward(
     staged = parts == 1
     dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
 
+    biases, dq_stages = (2, 2) if n == 2 else (1, 4)
     chain, passers = -(-len_k // 128), bias_part.PASSERS.value
     programs = -(-programs // chain) * chain
     dq = torch.full_like(x.q, math.nan)
@@ -287,29 +288,28 @@ def backward(
 
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
         machine.others = {"wait_turn": wait_turn, "pass_turn": pass_turn(machine)}  # type: ignore[attr-defined]
-        ring, stages, biases = machine.barriers, bias_part.STAGES.value, bias_part.BIASES.value
+        ring, stages = machine.barriers, bias_part.STAGES.value
         tiles_in_all = blocks * chain * slices * parts
         counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
-        dq_stages = bias_part.DQ_STAGES.value
         tiles = (
             *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
-            shared(HALF, 2 * biases, 64, 128), shared(F32, dq_stages, 32, 128), shared(HALF, 2 * passers, 64, 32),
+            shared(HALF, 2 * biases, 64, 128), shared(F32, dq_stages, 32, 128), shared(HALF, 2, 64, 32),
         )  # fmt: skip
         bars = ring(stages, 4), ring(stages, 2), ring(biases, 2), ring(biases, 2)
-        dq_bars = ring(dq_stages, 1), ring(dq_stages, 2), ring(dq_stages, 1)
+        dq_bars = ring(dq_stages, 1), ring(dq_stages, 2), ring(dq_stages, 1), ring(1, 1)
         boxes = [Box(t, 128, 32) for t in given]
         even = len_k % 128 == 0
         options = (slices, counts)
         into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
         handed = (Box(ring_of_sums, 32, 128), Pointer(done), tiles[7])
         return {
-            "_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, tiles, bars, *options, some),
-            "_fetcher": (*handed, dq_bars, *options),
+            "_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, tiles, bars, *options, some, biases),
+            "_fetcher": (*handed, dq_bars, *options, dq_stages),
         } | {
-            f"_consumer {c}": (into, tiles, bars, dq_bars, *options, o.scale, c, some, even, staged)
+            f"_consumer {c}": (into, tiles, bars, dq_bars, *options, o.scale, c, some, even, staged, biases, dq_stages)
             for c in range(2)
         } | {
-            f"_passer {p}": (Box(dq, 64, 32), *handed, tiles[8], dq_bars, *options, o.scale, p, some)
+            f"_passer {p}": (Box(dq, 64, 32), *handed, tiles[8], dq_bars, *options, p, some, dq_stages)
             for p in range(passers)
         }  # fmt: skip
 

@@ -56,12 +56,11 @@ DIM = gl.constexpr(32)  # head_dim in memory
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
-BIASES = gl.constexpr(1)  # of the bias
-DQ_STAGES = gl.constexpr(4)  # of dQ
 PASSERS = gl.constexpr(2)  # warps that hand it on in turn: it takes one longer than a sharer's products
 LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
 APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
-_SPILL = 20  # Triton 3.6: 0 to 20
+_SPILL = 0
+_FEW = 64  # sharers
 
 
 @gluon.jit
@@ -79,7 +78,8 @@ def widened(x, PURE: gl.constexpr = True):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr,
+              BIASES: gl.constexpr):
     """Keeps the rings full. Of the sharers every `parts`-th is a part's, so that all parts are near each other in
     memory, and near what is read beside them."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _, _ = tiles
@@ -131,6 +131,13 @@ def _in_rows(x):
 
 
 @gluon.jit
+def _in_lines(x):
+    """What `_in_rows` made, as it was."""
+    x = x.reshape([4, DIM // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, DIM])
+    return gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), assert_trivial=True)
+
+
+@gluon.jit
 def _place_in_ring(n, chain):
     """(first row of the ring that use n of a chain of so many programs lies in, how many uses it holds)."""
     uses = chain * LINK
@@ -138,9 +145,9 @@ def _place_in_ring(n, chain):
 
 
 @gluon.jit
-def _fetcher(Ring, Done, dq_s, bars, slices, counts):
+def _fetcher(Ring, Done, dq_s, bars, slices, counts, DQ_STAGES: gl.constexpr):
     """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
-    dq_full, _, dq_empty = bars
+    dq_full, _, dq_empty, _ = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
     place = gl.program_id(0) % chain
@@ -162,19 +169,10 @@ def _fetcher(Ring, Done, dq_s, bars, slices, counts):
 
 
 @gluon.jit
-def _round(dq_tile, out, scale):
-    """A consumer's dQ from the order of `_in_rows` to that of rows, by one warp."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
-    for w in gl.static_range(4):
-        x = dq_tile.slice(w * 4, 4, dim=0).load(LINES) * scale
-        x = x.to(out.dtype).reshape([DIM // 8, 8, 4, 2, 2]).permute((3, 1, 0, 2, 4)).reshape([16, DIM])
-        out.slice(w * 16, 16, dim=0).store(x)
-
-
-@gluon.jit
-def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, scale, P: gl.constexpr, SHARED_HEADS: gl.constexpr):
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
+            DQ_STAGES: gl.constexpr):
     """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
-    _, dq_done, dq_empty = bars
+    _, dq_done, dq_empty, out_empty = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
     place = gl.program_id(0) % chain
@@ -192,25 +190,22 @@ def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, scale, P: gl.cons
                 else:
                     b, h = sharer(r, piece, counts, SHARED_HEADS)
                     for c in gl.static_range(2):
-                        tile = dq_s.index(i).slice(c * (DIM // 2), DIM // 2, dim=0)
-                        _round(tile, out_s.index(P * 2 + c), scale)
-                    fence_async_shared()
-                    for c in gl.static_range(2):
-                        store_tile(DQ, b, h, m0 + c * HALF, 0, out_s.index(P * 2 + c))
+                        store_tile(DQ, b, h, m0 + c * HALF, 0, out_s.index(c))
                 tma.store_wait(0)
                 release(dq_empty, n, DQ_STAGES)
+                release(out_empty, n, 1)
                 pass_turn(mine, n // PASSERS + 1)
             n += 1
 
 
 @gluon.jit
 def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr):
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr, BIASES: gl.constexpr, DQ_STAGES: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, _ = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s = tiles
     full, empty, bias_full, bias_empty = bars
-    dq_full, dq_done, _ = dq_bars
+    dq_full, dq_done, _, out_empty = dq_bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
@@ -259,6 +254,8 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
             before = handed.load(x.type.layout)
             x += gl.where(n0 > 0, before, 0.0)
             handed.store(x)
+            wait_empty(out_empty, n, 1)
+            out_s.index(C).store((_in_lines(x) * scale).to(out_s.dtype))  # the last one's are dQ
             fence_async_shared()
             release(dq_done, n, DQ_STAGES)
             n += 1
@@ -289,7 +286,8 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 @gluon.jit(do_not_specialize=_COUNTS)
 def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b, bias_h, slices, heads, repeats,
                  bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
-                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr):
+                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr, BIASES: gl.constexpr,
+                 DQ_STAGES: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ. Programs: as many as fit on the GPU at once, a
     multiple of the blocks of keys.
 
@@ -306,7 +304,7 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, DIM, 128], Ring.layout)
-    out_s = make_tiles(DQ, 2 * PASSERS)
+    out_s = make_tiles(DQ, 2)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIASES, 2)
@@ -314,22 +312,25 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     dq_full = make_barriers(DQ_STAGES, 1)
     dq_done = make_barriers(DQ_STAGES, 2)
     dq_empty = make_barriers(DQ_STAGES, 1)
+    out_empty = make_barriers(1, 1)
     fence_async_shared()
     wait_for_previous(EARLY)
     let_next(EARLY)
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
-    dq_bars = (dq_full, dq_done, dq_empty)
+    dq_bars = (dq_full, dq_done, dq_empty, out_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED)),
-        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
-        (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 0, SHARED_HEADS)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, scale, 1, SHARED_HEADS)),
-    ], [4, 1, 1, 1, 1], [240, 32, 32, 32, 32])  # fmt: skip
+        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, BIASES,
+                     DQ_STAGES)),
+        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, BIASES,
+                     DQ_STAGES)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS, BIASES)),
+        (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, 0, SHARED_HEADS, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, 1, SHARED_HEADS, DQ_STAGES)),
+    ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])  # fmt: skip
 
 
 def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
@@ -340,13 +341,14 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     slices, shared = sharing(call, bias)
     tiles, parts = shares_of_sum(call, bias, programs)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    biases, dq_stages = (2, 2) if shared < _FEW else (1, 4)  # buffers: of few sharers tiles end often
     scalars = (
         *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
         call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,
-        "EARLY": True, "num_warps": 4, "launch_pdl": True,
+        "EARLY": True, "BIASES": biases, "DQ_STAGES": dq_stages, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
