@@ -299,7 +299,7 @@ def backward(
         dq_bars = ring(dq_stages, 1), ring(dq_stages, 2), ring(dq_stages, 1), ring(1, 1)
         boxes = [Box(t, 128, 32) for t in given]
         even = len_k % 128 == 0
-        options = (slices, counts)
+        options = (Whole(machine.pid), slices, counts)
         into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
         handed = (Box(ring_of_sums, 32, 128), Pointer(done), tiles[7])
         return {
@@ -475,3 +475,27 @@ def test_limits(options, forward_word, backward_word):
     for unfit, word in ((limits.hopper_shared_fwd, forward_word), (limits.hopper_shared_bwd, backward_word)):
         why = unfit(posed)
         assert (why is None) if word is None else word in why, why
+
+
+def test_results_repeat_under_load_and_in_two_streams(cuda):
+    """All gradients have the same bits, whatever else the GPU does: copies, or the same kernels from another stream."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    load = torch.empty(2**26, device=cuda)
+    for batch, heads, len_q, len_k in ((72, 4, 500, 520), (8, 16, 768, 768), (64, 1, 900, 1000), (256, 4, 256, 256)):
+        q, dout = (torch.randn(batch, heads, len_q, 32, device=cuda, dtype=HALF) for _ in range(2))
+        k, v = (torch.randn(batch, heads, len_k, 32, device=cuda, dtype=HALF) for _ in range(2))
+        bias = torch.randn(1, heads, len_q, len_k, device=cuda, dtype=HALF)
+        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+        out, lse = fwd.forward(x, o)
+        first = bwd.backward(x, o, out, lse, dout, None, True)[:4]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            found = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found += bwd.backward(x, o, out, lse, dout, None, True)[:4]
+            load.mul_(1.5)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(first * 2, found))

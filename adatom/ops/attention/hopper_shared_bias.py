@@ -6,11 +6,12 @@ A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroup
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
 left operand of dQ.
 
-The tiles of the same queries are a chain of programs, which all run at once. Each adds its piece of dQ of a sharer to
+The tiles of the same queries are a chain of programs, which run at once. Each adds its piece of dQ of a sharer to
 what the one before it hands on in memory, and the last one writes dQ. What is handed on goes round in a ring that stays
 in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
-repeat bit for bit. Where tiles are too few for the GPU, several programs share the sum of dbias, and the kernel behind
-adds their parts.
+repeat bit for bit. Programs are numbered as they begin, so that of two such kernels in two streams each waits with one
+chain at the most for multiprocessors that the other has. Where tiles are too few for the GPU, several programs share
+the sum of dbias, and the kernel behind adds their parts.
 """
 
 import torch
@@ -78,8 +79,8 @@ def widened(x, PURE: gl.constexpr = True):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr,
-              BIASES: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, me, slices, counts,
+              SHARED_HEADS: gl.constexpr, BIASES: gl.constexpr):
     """Keeps the rings full. Of the sharers every `parts`-th is a part's, so that all parts are near each other in
     memory, and near what is read beside them."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _, _ = tiles
@@ -87,7 +88,7 @@ def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, cou
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for t in range(me, n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         i_bias = slot(turn, BIASES)
         wait_empty(bias_empty, turn, BIASES)
@@ -138,26 +139,26 @@ def _in_lines(x):
 
 
 @gluon.jit
-def _place_in_ring(n, chain):
+def _place_in_ring(n, me, chain):
     """(first row of the ring that use n of a chain of so many programs lies in, how many uses it holds)."""
     uses = chain * LINK
-    return (gl.program_id(0) // chain * uses + n % uses) * DIM, uses
+    return (me // chain * uses + n % uses) * DIM, uses
 
 
 @gluon.jit
-def _fetcher(Ring, Done, dq_s, bars, slices, counts, DQ_STAGES: gl.constexpr):
+def _fetcher(Ring, Done, dq_s, bars, me, slices, counts, DQ_STAGES: gl.constexpr):
     """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
     dq_full, _, dq_empty, _ = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
-    place = gl.program_id(0) % chain
-    before = Done + (gl.program_id(0) + gl.where(place == 0, chain, 0)) * APART
+    place = me % chain
+    before = Done + (me + gl.where(place == 0, chain, 0)) * APART
     n = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for t in range(me, n_tiles, gl.num_programs(0)):
         _piece, part, _m0, _n0 = tile_of_sum(t, slices, counts)
         for _ in range(part, shared, parts):
             i = slot(n, DQ_STAGES)
-            row, uses = _place_in_ring(n, chain)
+            row, uses = _place_in_ring(n, me, chain)
             wait_empty(dq_empty, n, DQ_STAGES)
             wait_turn(before + n % PASSERS, (n - gl.where(place == 0, uses, 0)) // PASSERS + 1)
             if place > 0:
@@ -169,23 +170,23 @@ def _fetcher(Ring, Done, dq_s, bars, slices, counts, DQ_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
             DQ_STAGES: gl.constexpr):
     """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
     _, dq_done, dq_empty, out_empty = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
-    place = gl.program_id(0) % chain
-    mine = Done + (gl.program_id(0) + 1) * APART + P
+    place = me % chain
+    mine = Done + (me + 1) * APART + P
     n = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for t in range(me, n_tiles, gl.num_programs(0)):
         piece, part, m0, _n0 = tile_of_sum(t, slices, counts)
         for r in range(part, shared, parts):
             if n % PASSERS == P:
                 i = slot(n, DQ_STAGES)
                 wait_full(dq_done, n, DQ_STAGES)
                 if place + 1 < chain:
-                    row, _uses = _place_in_ring(n, chain)
+                    row, _uses = _place_in_ring(n, me, chain)
                     tma.async_store(Ring, [row, 0], dq_s.index(i))
                 else:
                     b, h = sharer(r, piece, counts, SHARED_HEADS)
@@ -199,7 +200,7 @@ def _passer(DQ, Ring, Done, dq_s, out_s, bars, slices, counts, P: gl.constexpr, 
 
 
 @gluon.jit
-def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
+def _consumer(DBias, tiles, bars, dq_bars, me, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
               EVEN_N: gl.constexpr, STAGED: gl.constexpr, BIASES: gl.constexpr, DQ_STAGES: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
@@ -214,7 +215,7 @@ def _consumer(DBias, tiles, bars, dq_bars, slices, counts, scale, C: gl.constexp
     unit = scale * LOG2E
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for t in range(me, n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         tile = bias_s.index(slot(turn, BIASES) * 2 + C)
         wait_full(bias_full, turn, BIASES)
@@ -288,13 +289,13 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
                  bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
                  EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr, BIASES: gl.constexpr,
                  DQ_STAGES: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ. Programs: as many as fit on the GPU at once, a
-    multiple of the blocks of keys.
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ. Programs: a multiple of the blocks of keys.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; those
-    from APART times (1 + program) on become how many each of its PASSERS has handed on.
+    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; number
+    1 becomes how many programs have begun, those from APART times (1 + program) on how many each of its PASSERS has
+    handed on.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -316,20 +317,21 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     fence_async_shared()
     wait_for_previous(EARLY)
     let_next(EARLY)
+    me = gl.atomic_add(Done + 1, 1, sem="relaxed")
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
     dq_bars = (dq_full, dq_done, dq_empty, out_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, BIASES,
+        (_consumer, (DBias, tiles, bars, dq_bars, me, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, BIASES,
                      DQ_STAGES)),
-        (_consumer, (DBias, tiles, bars, dq_bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, BIASES,
+        (_consumer, (DBias, tiles, bars, dq_bars, me, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, BIASES,
                      DQ_STAGES)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS, BIASES)),
-        (_fetcher, (Ring, Done, dq_s, dq_bars, slices, counts, DQ_STAGES)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, 0, SHARED_HEADS, DQ_STAGES)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, slices, counts, 1, SHARED_HEADS, DQ_STAGES)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, me, slices, counts, SHARED_HEADS, BIASES)),
+        (_fetcher, (Ring, Done, dq_s, dq_bars, me, slices, counts, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, slices, counts, 0, SHARED_HEADS, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, slices, counts, 1, SHARED_HEADS, DQ_STAGES)),
     ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])  # fmt: skip
 
 
