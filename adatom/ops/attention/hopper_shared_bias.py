@@ -61,7 +61,6 @@ PASSERS = gl.constexpr(2)  # warps that hand it on in turn: it takes one longer 
 LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
 APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
 _SPILL = 0
-_FEW = 64  # sharers
 
 
 @gluon.jit
@@ -343,7 +342,7 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     slices, shared = sharing(call, bias)
     tiles, parts = shares_of_sum(call, bias, programs)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
-    biases, dq_stages = (2, 2) if shared < _FEW else (1, 4)  # buffers: of few sharers tiles end often
+    biases, dq_stages = (2, 2) if chain <= 6 else (1, 4)  # buffers: in a long chain programs wait for many others
     scalars = (
         *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
         call.len_k, tiles * parts, call.scale,
