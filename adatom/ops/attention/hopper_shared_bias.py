@@ -9,14 +9,15 @@ left operand of dQ.
 The tiles of the same queries are a chain of programs, which run at once. Each adds its piece of dQ of a sharer to
 what the one before it hands on in memory, and the last one writes dQ. What is handed on goes round in a ring that stays
 in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
-repeat bit for bit. Programs are numbered as they begin, so that of two such kernels in two streams each waits with one
-chain at the most for multiprocessors that the other has. Where tiles are too few for the GPU, several programs share
-the sum of dbias, and the kernel behind adds their parts.
+repeat bit for bit. Programs are numbered as they begin, so that a kernel waits with one chain at the most for
+multiprocessors that others have; `limits` allows no chain of more than a quarter of them. Where tiles are too few for
+the GPU, several programs share the sum of dbias, and the kernel behind adds their parts.
 """
 
 import torch
 from triton.language.core import PropagateNan
 
+from adatom.ops.attention.hopper_shared_ends import NUMBERS
 from adatom.ops.attention.hopper_sharers import (
     BLOCK,
     HALF,
@@ -159,7 +160,7 @@ def _fetcher(Ring, Done, dq_s, bars, me, slices, counts, DQ_STAGES: gl.constexpr
             i = slot(n, DQ_STAGES)
             row, uses = _place_in_ring(n, me, chain)
             wait_empty(dq_empty, n, DQ_STAGES)
-            wait_turn(before + n % PASSERS, (n - gl.where(place == 0, uses, 0)) // PASSERS + 1)
+            wait_turn(before + n % PASSERS, (n + PASSERS - gl.where(place == 0, uses, 0)) // PASSERS)
             if place > 0:
                 mbarrier.expect(dq_full.index(i), Ring.block_type.nbytes)
                 tma.async_load(Ring, [row, 0], dq_full.index(i), dq_s.index(i))
@@ -316,7 +317,7 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     fence_async_shared()
     wait_for_previous(EARLY)
     let_next(EARLY)
-    me = gl.atomic_add(Done + 1, 1, sem="relaxed")
+    me = gl.atomic_add(Done + 1, 1, sem="acq_rel")  # what the kernel behind reads is there once a program has begun
     tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
     dq_bars = (dq_full, dq_done, dq_empty, out_empty)
@@ -339,6 +340,7 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     n, dim = BLOCK.value, DIM.value
     chain = -(-call.len_k // n)
     programs = call.device.sms // chain * chain
+    assert 0 < (programs + 1) * APART.value <= NUMBERS.value
     slices, shared = sharing(call, bias)
     tiles, parts = shares_of_sum(call, bias, programs)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0

@@ -45,6 +45,7 @@ from adatom.tiles.hopper import (
     wait_empty,
     wait_for_previous,
     wait_full,
+    wait_turn,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -56,7 +57,7 @@ KEYS = gl.constexpr(64)  # of a consumer
 KV_STAGES = gl.constexpr(2)
 TOLD = gl.constexpr(8)  # numbers that the producer tells: a tile, its first key, (batch, head) of each sharer
 PIECE = gl.constexpr(2048)  # elements that a consumer adds at once
-_SPILL = 4
+_SPILL = 0
 
 
 @gluon.jit
@@ -113,8 +114,11 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARE
                 load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
                 load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
             if n == 0:
-                wait_for_previous(EARLY and FRESH)
-                let_next(EARLY)  # which begins to read what was there before this kernel
+                if FRESH:
+                    wait_for_previous(EARLY)
+                    let_next(EARLY)  # which begins to read what was there before this kernel
+                else:
+                    wait_turn(Taken + 1, 1)  # a program of the kernel before has begun, after what that waited for
             if m0 == 0:
                 following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
             for c in gl.static_range(SHARERS):
@@ -127,7 +131,9 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARE
     wait_empty(kv_empty, turn, KV_STAGES)
     _tell(number_s, slot(turn, KV_STAGES) * TOLD, n_tiles)  # no tile's: the end
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
-    wait_for_previous(EARLY and not FRESH)  # what comes behind may read what that wrote
+    if not FRESH:
+        wait_for_previous(EARLY)
+        let_next(EARLY)
 
 
 @gluon.jit

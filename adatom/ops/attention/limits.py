@@ -235,8 +235,8 @@ def hopper_shared_bwd(p: Problem) -> str | None:
         return why
     if not p.bias_grad:
         return "makes dQ along with the gradient of the bias, which nobody wants"
-    if p.seqlen_k > 8192:  # programs that hand dQ on to each other run at once: of ever longer chains fewer fit
-        return f"is for 8192 keys or fewer; got {p.seqlen_k}"
+    if p.seqlen_k > (most := 32 * p.device.sms):  # a quarter of the multiprocessors hand dQ on to each other
+        return f"is for {most} keys or fewer; got {p.seqlen_k}"
     return None
 
 
