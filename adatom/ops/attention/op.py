@@ -322,7 +322,8 @@ class AttentionBackward(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _tangent_of_backward(ctx, tangents[:5], *tangents[_N_CALL + 2 : _N_CALL + 4], ctx.bias_grad)
+        tdout, tdlse = tangents[_N_CALL + 2 : _N_CALL + 4]
+        return _tangent_of_backward(ctx, tangents[:5], tdout, tdlse, ctx.bias_grad)
 
 
 def _tangent_of_backward(ctx: Any, moved: Any, tdout: Any, tdlse: Any, bias_grad: bool) -> tuple[Any, ...]:
@@ -424,8 +425,9 @@ class AttentionBackwardBackward(Function):
         needed = ctx.needs_input_grad
         grads: list[Any] = [None] * len(needed)
         if any(needed[-6:-1]) and any(c is not None for c in cotangents):
-            moved = (*cotangents[:3], *_of_shapes(cotangents[3:5], ctx.saved_tensors[3:5]))
-            grads[-6:-1] = _tangent_of_backward(ctx, moved, *cotangents[5:], needed[-3])
+            *moved, tdout, tdlse = cotangents
+            moved[3:] = _of_shapes(moved[3:], ctx.saved_tensors[3:5])
+            grads[-6:-1] = _tangent_of_backward(ctx, moved, tdout, tdlse, needed[-3])
         return tuple(g if need else None for g, need in zip(grads, needed))
 
     @staticmethod

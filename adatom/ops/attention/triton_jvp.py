@@ -76,6 +76,13 @@ TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
 TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES
+# Where keys and values come in parts (triton_parts.py).
+PARTS_CONFIGS: Configs = {
+    90: {
+        ("tf32", 64): Config(64, 64, 4, 3, tma=True),
+        ("tf32x3", 64): Config(128, 64, 8, 3, tma=True),
+    },
+}
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -232,6 +239,8 @@ def _launch(
     config = pick("tangent", TANGENT_CONFIGS, call)
     tma = call.use_tma(config, x.q, x.k, x.v, d.q, d.k, d.v)
     parts = pay(call, tma)
+    if parts:
+        config = pick("tangent of parts", PARTS_CONFIGS, call)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out),
         *call.strides(out if dout is None else dout), *call.strides(d.q), *call.strides(d.k), *call.strides(d.v),
