@@ -79,7 +79,9 @@ TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES
 # Where keys and values come in parts (triton_parts.py).
 PARTS_CONFIGS: Configs = {
     90: {
+        ("tf32 bias", 64): Config(64, 64, 4, 2, tma=True),
         ("tf32", 64): Config(64, 64, 4, 3, tma=True),
+        ("tf32x3 bias", 64): Config(128, 64, 8, 2, tma=True),
         ("tf32x3", 64): Config(128, 64, 8, 3, tma=True),
     },
 }
