@@ -424,6 +424,11 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
     Case("neighbours, everything", 600, 4, 2, 100, 60, 24, 32, F32, bias="b11k-inf", window=(50, None), **_ALL),
+    # large enough for keys and values in parts
+    Case("in parts", 1, 4, 2, 1000, 1100, 64, 64, F32, sinks=True),
+    Case("in parts tf32", 1, 8, 8, 1040, 1030, 32, 32, F32, "tf32", causal=True, window=(300, None), softcap=5.0),
+    Case("in parts 64x40", 2, 4, 4, 800, 900, 64, 40, F32, bias="b11k", layout="bshd"),
+    Case("in parts 48 tf32", 2, 4, 4, 800, 900, 48, 48, F32, "tf32", bias="bhqk"),
     # few queries over many keys
     *(
         Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)
