@@ -245,17 +245,9 @@ def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, f
         out, lse = out.detach(), lse.detach()
     grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, bias_grad)
     dq, dk, dv, dbias, dsinks = grads
-    return (
-        dq,
-        dk,
-        dv,
-        dbias if bias_grad else None,
-        dsinks if inputs[4] is not None and ctx.needs_input_grad[first + 4] else None,
-        None,
-        None,
-        None,
-        *nothing,
-    )
+    sinks_grad = inputs[4] is not None and ctx.needs_input_grad[first + 4]
+    dbias, dsinks = dbias if bias_grad else None, dsinks if sinks_grad else None
+    return dq, dk, dv, dbias, dsinks, None, None, None, *nothing
 
 
 class AttentionJvp(Function):
@@ -309,11 +301,10 @@ class AttentionBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL:-1])
+        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL : _N_CALL + 4])
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.options = inputs[_N_INPUTS:_N_CALL]
-        ctx.bias_grad = inputs[-1]
+        ctx.options, ctx.bias_grad = inputs[_N_INPUTS:_N_CALL], inputs[-1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -355,30 +346,13 @@ def _backward_of_backward(ctx: Any, cotangents: tuple[Any, ...], differentiate: 
     ddbias, ddsinks = _of_shapes(rest, inputs[3:5])
     grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3])
     dq, dk, dv, dbias, dsinks, ddout, ddlse = grads
-    return (
-        dq,
-        dk,
-        dv,
-        dbias if needed[3] else None,
-        dsinks if needed[4] else None,
-        *(None,) * (_N_CALL - 5),
-        None,
-        None,
-        ddout,
-        None if dlse is None else ddlse,
-        None,
-    )
+    dbias, dsinks = dbias if needed[3] else None, dsinks if needed[4] else None
+    return dq, dk, dv, dbias, dsinks, *(None,) * (_N_CALL - 3), ddout, None if dlse is None else ddlse, None
 
 
 def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:_N_INPUTS], *output)
     ctx.options = inputs[_N_INPUTS:]
-    ctx.set_materialize_grads(False)
-
-
-def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:_N_INPUTS], *inputs[_N_CALL:-1])
-    ctx.options = inputs[_N_INPUTS:_N_CALL]
     ctx.set_materialize_grads(False)
 
 
@@ -391,12 +365,9 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "adatom::attention_grad",
     lambda ctx, *cotangents: _backward_of_backward(ctx, cotangents, differentiate_twice),
-    setup_context=_save_backward,
+    setup_context=AttentionBackward.setup_context,
     lib=_library,
 )
-
-
-_THIRD = "adatom: third derivatives of attention are not implemented"
 
 
 class AttentionBackwardBackward(Function):
@@ -411,14 +382,7 @@ class AttentionBackwardBackward(Function):
     def forward(*args: Any) -> Any:
         return attention_bwd_bwd(*args)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL : _N_CALL + 4])
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.options = inputs[_N_INPUTS:_N_CALL]
-        ctx.bias_grad = inputs[-1]
-        ctx.set_materialize_grads(False)
+    setup_context = AttentionBackward.setup_context
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -429,12 +393,6 @@ class AttentionBackwardBackward(Function):
             moved[3:] = _of_shapes(moved[3:], ctx.saved_tensors[3:5])
             grads[-6:-1] = _tangent_of_backward(ctx, moved, tdout, tdlse, needed[-3])
         return tuple(g if need else None for g, need in zip(grads, needed))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        saved = ctx.saved_tensors
-        call = (*saved[:_N_INPUTS], *ctx.options, *saved[_N_INPUTS:])
-        return AttentionBackwardBackward.apply(*call, *tangents[-6:-1], ctx.bias_grad)
 
 
 class Twice(Function):
@@ -448,15 +406,13 @@ class Twice(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)
+        pass
 
     @staticmethod
     def backward(ctx: Any, dx: Any) -> Any:
-        raise RuntimeError(_THIRD)
+        raise RuntimeError("adatom: third derivatives of attention are not implemented")
 
-    @staticmethod
-    def jvp(ctx: Any, tx: Any) -> Any:
-        raise RuntimeError(_THIRD)
+    jvp = backward
 
 
 def differentiate_twice(*args: Any) -> Any:
