@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from adatom import flops as _flops
 from adatom.ops.attention.api import attention, attention_varlen
 from adatom.ops.gated.api import geglu, mlp, swiglu
 from adatom.ops.linear.api import linear
@@ -27,6 +28,8 @@ __all__ = [
     "rms_norm",
     "swiglu",
 ]
+
+_flops.register()
 
 
 def __getattr__(name: str) -> Any:

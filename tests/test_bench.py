@@ -561,3 +561,23 @@ def test_peak_memory_on_a_gpu() -> None:
         yield "step"
 
     assert 4 << 20 <= timing.peak_bytes(job, torch.device("cuda")) < 6 << 20  # the allocator rounds up
+
+
+def test_cotangents_of_inputs_that_fill_the_device(monkeypatch):
+    """They lie half a batch further on, where inputs of one shape lie one behind another."""
+    case = Case("large", 4, 2, 2, 8, 8, 4, 4, torch.float32, bias="b11k")
+    apart = run.Problem(case, torch.device("cpu"))
+    monkeypatch.setattr(run, "_memory", lambda device: 1)
+    p = run.Problem(case, torch.device("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(p.plain, apart.plain))
+    q, k, v, bias = p.plain
+    dq, dk, dv, dbias = p.cotangents
+    assert torch.equal(dq, torch.cat([q, k])[2:6]) and torch.equal(dk, torch.cat([k, v])[2:6])
+    assert torch.equal(dv, torch.cat([v, q])[2:6]) and dbias.shape == bias.shape
+    (dout,) = p.douts(q)
+    assert torch.equal(dout, torch.cat([q, k])[1:5])
+    span = {q.data_ptr() + i * q.nbytes for i in range(3)}
+    assert span == {q.data_ptr(), k.data_ptr(), v.data_ptr()} and q.data_ptr() < dout.data_ptr() < k.data_ptr()
+    order = ("forward", "backward", "double backward")
+    found = p.results(run.ours(case, p.given), order)
+    assert all(x.isfinite().all() for x in found.values())

@@ -228,6 +228,36 @@ def test_lse_alone_is_differentiable_twice() -> None:
     assert gradgradcheck(lambda q, k: adatom.attention(q, k, v, return_lse=True)[1], (q, k))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_hessian_products_of_autograd(create_graph: bool) -> None:
+    """hvp differentiates the second derivative by the cotangents of the first; all of torch.autograd.functional."""
+    ours, theirs, x = functions()
+    t = tuple(torch.randn_like(a) for a in x)
+    for name in ("hvp", "vhp"):
+        product = getattr(torch.autograd.functional, name)
+        got, expected = (product(weighted(f), x, t, create_graph=create_graph) for f in (ours, theirs))
+        torch.testing.assert_close(got, expected)
+
+
+def test_hessian_products_through_two_layers() -> None:
+    """The result of one attention is the query, the keys and the bias of another."""
+    q, k, v = qkv(seqlen_q=5)
+    b, t = leaf(1, 2, 5, 5), torch.randn_like(q)
+
+    def f(attend: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def g(q: torch.Tensor) -> torch.Tensor:
+            x = attend(q, k, v, b)
+            return attend(x, x.sin(), v, b * x.mean()).square().sum()
+
+        return g
+
+    o = Options(3**-0.5, False, -1, -1, 0.0, "ieee")
+    ours = f(lambda q, k, v, bias: adatom.attention(q, k, v, bias=bias))
+    theirs = f(lambda q, k, v, bias: dense(Inputs(q, k, v, bias), o))
+    got, expected = (torch.autograd.functional.hvp(g, q, t)[1] for g in (ours, theirs))
+    torch.testing.assert_close(got, expected)
+
+
 # What is refused ---------------------------------------------------------------------------------------------------
 
 

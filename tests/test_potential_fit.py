@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -141,6 +142,10 @@ def test_training_script(tmp_path, monkeypatch, data):
     result = CliRunner().invoke(app, ["--out", str(out), "--device", "cpu"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert (out / "report.png").stat().st_size > 10_000 and "unseen" in result.output
+    assert "2 steps, " in result.output  # where no bar is drawn
+    told = json.loads((out / "report.json").read_text())
+    assert [point["step"] for point in told["curve"]] == [2, 4] and told["seconds of this run"] > 0
+    assert told["pairs only"]["unseen"]["force"] > 0 and told["trained"]["dft"]["stress"] is None
     model, options, plan, state = train.restore(out / "checkpoint.pt")
     assert options == TINY and state.step == 4 and plan.steps == 4
     result = CliRunner().invoke(app, ["--resume", str(out / "checkpoint.pt"), "--out", str(out), "--device", "cpu"])

@@ -390,7 +390,8 @@ import torch
 begin = time.process_time()  # others may have the processor
 import adatom
 took = time.process_time() - begin
-heavy = [name for name in ("triton", "typer", "rich", "matplotlib", "transformers") if name in sys.modules]
+names = ("triton", "typer", "rich", "matplotlib", "transformers", "torch.utils.flop_counter")
+heavy = [name for name in names if name in sys.modules]
 print(took, *heavy)
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import subprocess
 import warnings
@@ -79,11 +80,39 @@ def _flat(out: Any) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else list(out)
 
 
+def _memory(device: torch.device) -> float:
+    """Bytes of a GPU; a CPU's do not count."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+
+
+def _lay_out(given: dict[str, Any], tensors: dict[str, Tensor]) -> Callable[[str, float], Tensor] | None:
+    """Where inputs of the shape of the first take a sixth of a GPU, so that cotangents of them all would leave no room:
+    lays them one behind another, in `given`. Returns a function of the name of one (others stand for the first) and a
+    share of a batch, which gives what lies so much further on: as random, and not what a kernel reads beside it."""
+    first = next(iter(tensors.values()))
+    names = [n for n, x in tensors.items() if x.shape == first.shape and x.dtype == first.dtype and x.is_contiguous()]
+    if len(names) * first.nbytes <= _memory(first.device) / 6:
+        return None
+    n = len(first)
+    pool = first.new_empty((len(names) * n + n // 2, *first.shape[1:]))
+    for i, name in enumerate(names):
+        pool[i * n : (i + 1) * n] = tensors.pop(name)
+        given[name] = pool[i * n : (i + 1) * n]
+    pool[len(names) * n :] = pool[: n // 2]
+
+    def further(name: str, share: float) -> Tensor:
+        start = n * names.index(name) if name in names else 0
+        return pool[start + int(share * n) :][:n]
+
+    return further
+
+
 class Problem:
     """The tensors of a case, and the jobs that time one contender on them."""
 
     def __init__(self, case: Any, device: torch.device):
         self.case, self.given = case, registry.part(case.op, "cases").make(case, device)
+        self._further = _lay_out(self.given, _tensors(case, self.given))
         self.plain = list(_tensors(case, self.given).values())
         leaves = _leaves(case, self.given)
         self.leaves, self.names = list(leaves.values()), [n for n, x in leaves.items() if x.requires_grad]
@@ -93,15 +122,20 @@ class Problem:
 
     def douts(self, out: Any, requires_grad: bool = False) -> list[Tensor]:
         """Random cotangents of the results `out`, drawn when first needed."""
-        self._douts = self._douts or [torch.randn_like(x) for x in _flat(out)]
+        self._douts = self._douts or [self._random(x, 0.25) for x in _flat(out)]
         return [x.detach().requires_grad_(requires_grad) for x in self._douts]
 
     @property
     def cotangents(self) -> list[Tensor]:
         """Random cotangents of the first derivatives, drawn when first needed."""
         if self._cotangents is None:
-            self._cotangents = [torch.randn_like(x) for x in self.wanted]
+            self._cotangents = [self._random(x, 0.5, n) for n, x in zip(self.names, self.wanted)]
         return self._cotangents
+
+    def _random(self, like: Tensor, share: float, name: str = "") -> Tensor:
+        """A random tensor like this one; where inputs fill the device, of theirs."""
+        found = self._further(name, share) if self._further else None
+        return found if found is not None and found.shape == like.shape else torch.randn_like(like)
 
     def results(self, call: Call, order: tuple[str, ...]) -> dict[str, Tensor]:
         """What a contender computes in these passes: its results, their gradients, theirs, the tangent."""

@@ -192,7 +192,7 @@ class Plan(NamedTuple):
 
 
 # A plan and the options of its model: all crystals on a GPU; alkali halides (Li F Na Cl K) on a CPU, under a minute.
-FULL: tuple[Plan, dict[str, Any]] = Plan(12_000, batch=64, rate=3e-3, every=500), {}
+FULL: tuple[Plan, dict[str, Any]] = Plan(12_000, batch=64, rate=3e-3, every=200), {}
 SMALL: tuple[Plan, dict[str, Any]] = (
     Plan(500, rate=5e-3, seconds=40, every=20),
     {"elements": (3, 9, 11, 17, 19), "cutoff": 5.0, "width": 32, "heads": 4, "kv_heads": 4, "layers": 1},

@@ -5,6 +5,7 @@ python train.py --mode full    # all eight elements; for a GPU
 python train.py --resume runs/full/checkpoint.pt
 """
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,6 +77,22 @@ def table(found: dict[str, Errors]) -> Table:
     return made
 
 
+def report(path: Path, state: State, seconds: float, start: dict[str, Errors], end: dict[str, Errors]) -> None:
+    """Speed, learning curve, and errors before and after, as JSON."""
+
+    def told(found: dict[str, Errors]) -> dict[str, Any]:
+        return {name: {k: v if v == v else None for k, v in e._asdict().items()} for name, e in found.items()}
+
+    content = {
+        "steps": state.step,
+        "seconds of this run": seconds,
+        "curve": [dict(zip(("step", "force", "energy"), point)) for point in state.history],
+        "pairs only": told(start),
+        "trained": told(end),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main(
     mode: Annotated[str, typer.Option(help="small or full.")] = "small",
     out: Annotated[Path | None, typer.Option(help="Folder of the checkpoint and the plot; default runs/MODE.")] = None,
@@ -106,10 +123,10 @@ def main(
         model.attend = plain
     console.print(f"{sum(p.numel() for p in model.parameters())} parameters on {where}; reading crystals")
     data = {name: load(name, model).to(where) for name in SPLITS}
-    shown = {}
+    start = {}
     if state is None:
         calibrate(model, data["train"])
-        shown = {f"{n}, pairs only": errors(model, data[n], same_zero=n != "dft") for n in SPLITS[1:]}
+        start = {n: errors(model, data[n], same_zero=n != "dft") for n in SPLITS[1:]}
     validation = data["test"].select(torch.arange(min(64, len(data["test"].energies))))
     began = time.monotonic()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -119,15 +136,21 @@ def main(
         def advance(now: State) -> None:
             progress.update(task, completed=now.step)
             if now.history and now.history[-1][0] == now.step:
-                progress.update(task, description=f"fitting: forces to {now.history[-1][1]:.0f} meV/Å")
+                told = f"forces to {now.history[-1][1]:.0f} meV/Å"
+                progress.update(task, description=f"fitting: {told}")
+                if not console.is_terminal:
+                    console.print(f"{now.step} steps, {time.monotonic() - began:.0f} s: {told}")
                 save(out / "checkpoint.pt", model, options, plan, now)
 
         state = fit(model, data["train"], validation, plan, advance, state)
-    console.print(f"{state.step} steps in {time.monotonic() - began:.0f} s")
+    taken = time.monotonic() - began
+    console.print(f"{state.step} steps in {taken:.0f} s")
     found = {name: predict(model, data[name]) for name in SPLITS[1:]}
-    console.print(table(shown | {n: errors(model, data[n], p, same_zero=n != "dft") for n, p in found.items()}))
+    end = {n: errors(model, data[n], p, same_zero=n != "dft") for n, p in found.items()}
+    console.print(table({f"{n}, pairs only": e for n, e in start.items()} | end))
+    report(out / "report.json", state, taken, start, end)
     plot(out / "report.png", state, {n: (data[n], p) for n, p in found.items()})
-    console.print(f"wrote {out / 'checkpoint.pt'} and {out / 'report.png'}")
+    console.print(f"wrote {out / 'checkpoint.pt'}, {out / 'report.png'} and {out / 'report.json'}")
 
 
 if __name__ == "__main__":

@@ -61,12 +61,17 @@ class Case(NamedTuple):
         return tuple(sizes[letter] for letter in self.bias[:4]) if self.bias else None
 
     @property
-    def huge(self) -> bool:
-        """Whether one of its tensors has more than 2**31 elements."""
+    def elements(self) -> int:
+        """Those of its largest tensor."""
         bias = 0 if self.bias_shape is None else torch.Size(self.bias_shape).numel()
         q = self.batch * self.heads * self.seqlen_q * max(self.head_dim, self.head_dim_v)
         kv = self.batch * self.kv_heads * self.seqlen_k * max(self.head_dim, self.head_dim_v)
-        return max(q, kv, bias) > 2**31
+        return max(q, kv, bias)
+
+    @property
+    def huge(self) -> bool:
+        """Whether one of its tensors has more than 2**31 elements."""
+        return self.elements > 2**31
 
 
 def lengths(case: Case, seed: int = 0) -> tuple[list[int], list[int]]:
@@ -88,10 +93,10 @@ def lengths(case: Case, seed: int = 0) -> tuple[list[int], list[int]]:
 def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
     """The keyword arguments of `call(case)`: tensors on `device` without requires_grad, and the options.
 
-    The same on every device for a given seed, but for cases of over 2**31 elements, which are drawn on the device.
+    The same on every device for a given seed, but for cases of over 2**30 elements, which are drawn on the device.
     """
     device = torch.device(device)
-    where = device if case.huge else torch.device("cpu")
+    where = device if case.elements > 2**30 else torch.device("cpu")
     random = generator(case.name, seed, where)
     draw = torch.bfloat16 if case.huge else torch.float32
 

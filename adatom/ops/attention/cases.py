@@ -427,6 +427,11 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
     Case("neighbours, everything", 600, 4, 2, 100, 60, 24, 32, F32, bias="b11k-inf", window=(50, None), **_ALL),
+    # large enough for keys and values in parts
+    Case("in parts", 1, 4, 2, 1000, 1100, 64, 64, F32, sinks=True),
+    Case("in parts tf32", 1, 8, 8, 1040, 1030, 32, 32, F32, "tf32", causal=True, window=(300, None), softcap=5.0),
+    Case("in parts 64x40", 2, 4, 4, 800, 900, 64, 40, F32, bias="b11k", layout="bshd"),
+    Case("in parts 48 tf32", 2, 4, 4, 800, 900, 48, 48, F32, "tf32", bias="bhqk"),
     # few queries over many keys
     *(
         Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)
@@ -478,6 +483,7 @@ BENCH: dict[str, tuple[Case, ...]] = {
     ),
     "neighbours": (  # each atom's neighbours attend to each other, under a bias for each of them
         *(_square(f"10000 x 64 D16 {kind_of(*kind)}", 10_000, 8, 64, 16, *kind, bias="b11k") for kind in _TRAINED),
+        *(_square(f"200000 x 64 D16 {kind_of(*k)}", 200_000, 8, 64, 16, *k, bias="b11k") for k in _TRAINED[:2]),
         _square("10000 x 32 D64 tf32x3", 10_000, 8, 32, 64, F32, "tf32x3", bias="b11k"),
     ),
     "jvp": tuple(_square(f"(4,8,2048,64) {kind_of(*kind)}", 4, 8, 2048, 64, *kind) for kind in _TRAINED),

@@ -245,17 +245,9 @@ def _backward_of_attention(ctx: Any, dout: Any, dlse: Any, differentiate: Any, f
         out, lse = out.detach(), lse.detach()
     grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, bias_grad)
     dq, dk, dv, dbias, dsinks = grads
-    return (
-        dq,
-        dk,
-        dv,
-        dbias if bias_grad else None,
-        dsinks if inputs[4] is not None and ctx.needs_input_grad[first + 4] else None,
-        None,
-        None,
-        None,
-        *nothing,
-    )
+    sinks_grad = inputs[4] is not None and ctx.needs_input_grad[first + 4]
+    dbias, dsinks = dbias if bias_grad else None, dsinks if sinks_grad else None
+    return dq, dk, dv, dbias, dsinks, None, None, None, *nothing
 
 
 class AttentionJvp(Function):
@@ -285,7 +277,7 @@ class AttentionJvp(Function):
         dout = torch.zeros_like(out) if dout is None else dout
         head = (*inputs, *ctx.options, out, lse, dout, dlse)
         if any(needed[:5]):  # the derivative by the inputs along the tangents: the second derivative is symmetric
-            grads[:5] = AttentionBackwardBackward.apply(*head, *tangents, needed[3])[:5]
+            grads[:5] = differentiate_twice(*head, *tangents, needed[3])[:5]
         if any(needed[-5:]):  # linear in the tangents
             grads[-5:] = AttentionBackward.apply(*head, needed[-2])
         return tuple(g if need else None for g, need in zip(grads, needed))
@@ -309,31 +301,38 @@ class AttentionBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL:-1])
+        tensors = (*inputs[:_N_INPUTS], *inputs[_N_CALL : _N_CALL + 4])
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.options = inputs[_N_INPUTS:_N_CALL]
-        ctx.bias_grad = inputs[-1]
+        ctx.options, ctx.bias_grad = inputs[_N_INPUTS:_N_CALL], inputs[-1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        differentiate = partial(apply, AttentionBackwardBackward) if _further() else attention_bwd_bwd
-        return _backward_of_backward(ctx, cotangents, differentiate)
+        return _backward_of_backward(ctx, cotangents, differentiate_twice if _further() else attention_bwd_bwd)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        *inputs, out, lse, dout, dlse = ctx.saved_tensors
-        call = (*inputs, *ctx.options, out, lse)
-        moved = tangents[:5]
         tdout, tdlse = tangents[_N_CALL + 2 : _N_CALL + 4]
-        parts = []
-        if any(t is not None for t in moved):  # the Hessian is symmetric: its product with the tangents
-            parts.append(AttentionBackwardBackward.apply(*call, dout, dlse, *moved, ctx.bias_grad)[:5])
-        if tdout is not None or tdlse is not None:  # linear in (dout, dlse)
-            tdout = torch.zeros_like(out) if tdout is None else tdout
-            parts.append(AttentionBackward.apply(*call, tdout, tdlse, ctx.bias_grad))
-        return tuple(sum(p[1:], p[0]) for p in zip(*parts))
+        return _tangent_of_backward(ctx, tangents[:5], tdout, tdlse, ctx.bias_grad)
+
+
+def _tangent_of_backward(ctx: Any, moved: Any, tdout: Any, tdlse: Any, bias_grad: bool) -> tuple[Any, ...]:
+    """How the gradients move as the inputs move along `moved`, dout and dlse along tdout and tdlse."""
+    *inputs, out, lse, dout, dlse = ctx.saved_tensors
+    call = (*inputs, *ctx.options, out, lse)
+    parts = []
+    if any(t is not None for t in moved):  # the Hessian is symmetric: its product with the tangents
+        parts.append(differentiate_twice(*call, dout, dlse, *moved, bias_grad)[:5])
+    if tdout is not None or tdlse is not None:  # linear in (dout, dlse)
+        tdout = torch.zeros_like(out) if tdout is None else tdout
+        parts.append(AttentionBackward.apply(*call, tdout, tdlse, bias_grad))
+    return tuple(sum(p[1:], p[0]) for p in zip(*parts))
+
+
+def _of_shapes(gradients: Any, inputs: Any) -> list[Any]:
+    """Of these gradients of bias and sinks those that there are: what stands for one may be differentiated too."""
+    return [g if g is not None and t is not None and g.shape == t.shape else None for g, t in zip(gradients, inputs)]
 
 
 def _backward_of_backward(ctx: Any, cotangents: tuple[Any, ...], differentiate: Any) -> Any:
@@ -344,35 +343,16 @@ def _backward_of_backward(ctx: Any, cotangents: tuple[Any, ...], differentiate: 
     if all(c is None for c in cotangents):
         return (None,) * len(needed)
     ddq, ddk, ddv, *rest = cotangents
-    ddbias, ddsinks = (  # what stands for an absent gradient may be differentiated too
-        c if c is not None and t is not None and c.shape == t.shape else None for c, t in zip(rest, inputs[3:5])
-    )
+    ddbias, ddsinks = _of_shapes(rest, inputs[3:5])
     grads = differentiate(*inputs, *ctx.options, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, needed[3])
     dq, dk, dv, dbias, dsinks, ddout, ddlse = grads
-    return (
-        dq,
-        dk,
-        dv,
-        dbias if needed[3] else None,
-        dsinks if needed[4] else None,
-        *(None,) * (_N_CALL - 5),
-        None,
-        None,
-        ddout,
-        None if dlse is None else ddlse,
-        None,
-    )
+    dbias, dsinks = dbias if needed[3] else None, dsinks if needed[4] else None
+    return dq, dk, dv, dbias, dsinks, *(None,) * (_N_CALL - 3), ddout, None if dlse is None else ddlse, None
 
 
 def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:_N_INPUTS], *output)
     ctx.options = inputs[_N_INPUTS:]
-    ctx.set_materialize_grads(False)
-
-
-def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:_N_INPUTS], *inputs[_N_CALL:-1])
-    ctx.options = inputs[_N_INPUTS:_N_CALL]
     ctx.set_materialize_grads(False)
 
 
@@ -384,20 +364,17 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(
     "adatom::attention_grad",
-    lambda ctx, *cotangents: _backward_of_backward(ctx, cotangents, AttentionBackwardBackward.apply),
-    setup_context=_save_backward,
+    lambda ctx, *cotangents: _backward_of_backward(ctx, cotangents, differentiate_twice),
+    setup_context=AttentionBackward.setup_context,
     lib=_library,
 )
 
 
-_THIRD = (
-    "adatom: third derivatives of attention are not implemented; a Hessian's product with a vector that asked for one "
-    "(torch.autograd.functional.hvp does) is had by vhp of the same module, or by torch.func.jvp over torch.func.grad"
-)
-
-
 class AttentionBackwardBackward(Function):
-    """The second derivative. Its own derivative, the third of attention, is not implemented and raises."""
+    """(the inputs and options of Attention, out, lse, dout, dlse, ddq, ddk, ddv, ddbias, ddsinks, bias_grad) ->
+    (dq, dk, dv, dbias, dsinks, ddout, ddlse), the second derivative. It is linear in the cotangents of the first, and
+    differentiable by them, which is all that a Hessian's product with a vector by two reverse modes wants; that
+    derivatives by the rest raise is up to `differentiate_twice`."""
 
     generate_vmap_rule = True
 
@@ -405,14 +382,41 @@ class AttentionBackwardBackward(Function):
     def forward(*args: Any) -> Any:
         return attention_bwd_bwd(*args)
 
+    setup_context = AttentionBackward.setup_context
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        needed = ctx.needs_input_grad
+        grads: list[Any] = [None] * len(needed)
+        if any(needed[-6:-1]) and any(c is not None for c in cotangents):
+            *moved, tdout, tdlse = cotangents
+            moved[3:] = _of_shapes(moved[3:], ctx.saved_tensors[3:5])
+            grads[-6:-1] = _tangent_of_backward(ctx, moved, tdout, tdlse, needed[-3])
+        return tuple(g if need else None for g, need in zip(grads, needed))
+
+
+class Twice(Function):
+    """Its argument, which has been differentiated by twice: derivatives by it raise from here on."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(_THIRD)
+    def backward(ctx: Any, dx: Any) -> Any:
+        raise RuntimeError("adatom: third derivatives of attention are not implemented")
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(_THIRD)
+    jvp = backward
+
+
+def differentiate_twice(*args: Any) -> Any:
+    """AttentionBackwardBackward, of which only derivatives by the cotangents may be asked for."""
+    out, lse, dout, dlse, *cotangents = args[_N_CALL:]
+    *inputs, dout, dlse = (x if x is None else apply(Twice, x) for x in (*args[:5], dout, dlse))
+    return apply(AttentionBackwardBackward, *inputs, *args[5:_N_CALL], out, lse, dout, dlse, *cotangents)
