@@ -27,7 +27,7 @@ WIDE, STAGES = 512, 4  # columns of the ring's boxes, and how many of gate and u
 PROGRAMS, WARPS = 4, 2  # of the first kernel on a multiprocessor, and of each of them
 NARROW = 256  # columns of the second kernel's boxes
 TURN = 4  # boxes that the second kernel multiplies at once: a warp each
-EARLY = 3  # turns of boxes that it asks for before the first kernel has ended
+EARLY = 4  # turns of boxes that it asks for before the first kernel has ended
 
 
 @gluon.jit
