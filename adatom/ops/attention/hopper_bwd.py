@@ -325,14 +325,18 @@ def _launches(
                     splits)
 
 
+def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Places for dq, dk, dv."""
+    return empty_like(x.q), empty_like(x.k), empty_like(x.v)
+
+
 def _backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool, ordered: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
     dout = dout if suits_tma(dout) else dout.contiguous()
-    grads = dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, grads, dlse is not None, wanted, ordered))
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, _grads(x), dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
     total = empty((plan.sums, 128), lse) if plan.behind else None
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
@@ -343,12 +347,17 @@ def _backward(
     if plan.table is not None:
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
+    plain = empty_like(lse) if plan.plain else None
+    plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
+    padded = plan.blocks * plan.block_m // lse[..., 0].numel()
+    dbias = None
+    if plan.dbias.apart and total is None:  # ahead, for parts of its sum to take memory that dq, dk and dv take next
+        dbias = bias_pass(x, o, rows, delta, dout, padded)
+    dq, dk, dv = _grads(x)
     parts = dk_part, dv_part = _place(dk, plan.splits), _place(dv, plan.splits)
     wide = dk_part.dtype != dk.dtype
     described = (dk, dv) if wide else parts
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
-    plain = empty_like(lse) if plan.plain else None
-    plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     plan.main(
         boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, *map(boxed, described),
         boxed(dq) if total is None else total, tiles, sums,
@@ -362,9 +371,11 @@ def _backward(
             grad.copy_(part.sum(2)) if wide else torch.sum(part, 2, out=grad)
     if plain is None and (plan.dbias.rows or x.sinks is not None):
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
-    dbias = tiles
-    if plan.dbias.apart:
-        dbias = bias_pass(x, o, rows, delta, dout, plan.blocks * plan.block_m // lse[..., 0].numel())
+    if plan.dbias.apart and total is not None:
+        del total  # whose memory the gradient of the bias takes
+        dbias = bias_pass(x, o, rows, delta, dout, padded)
+    elif plan.dbias.tiles:
+        dbias = tiles
     elif sums is not None:
         dbias = reduce_to(sums, x.bias)  # type: ignore[arg-type]
     elif plan.dbias.rows:
