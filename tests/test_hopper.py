@@ -477,15 +477,18 @@ def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(how):
 
 def test_which_plan_walks_up_and_which_takes_turns():
     """Up: under a causal mask at head_dim 64; in turn: without a mask at head_dim 128, as dQ lies in memory."""
-    for dim, causal, biased, ordered in itertools.product((32, 64, 96, 128), *[(False, True)] * 3):
-        q = torch.empty(2, 40, 2048, dim, dtype=torch.bfloat16, device="meta")
-        bias = torch.empty(2, 40, 1, 2048, dtype=torch.bfloat16, device="meta") if biased else None
+    for dim, length, *flags in itertools.product((32, 64, 96, 128), (1024, 2048), *[(False, True)] * 4):
+        causal, biased, ordered, shared = flags
+        q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
+        k = q[:, ::4] if shared else q
+        bias = torch.empty(2, 40, 1, length, dtype=torch.bfloat16, device="meta") if biased else None
         with pretend(H100):
-            x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal, bias=bias)
-            main = backward._launches(x, o, q, q, (q, q, q), False, False, ordered).main
+            x, o, _ = inputs_of(q=q, k=k, v=k, causal=causal, bias=bias)
+            main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         assert plan.UP == (dim == 64 and causal and not ordered)
-        assert plan.IN_TURN == (dim > 64 and not (causal or biased or ordered))
+        assert plan.IN_TURN == (dim > 64 and length > 1024 and not (causal or biased or ordered))
+        assert plan.FIRST <= (dim <= 64 or not shared)
         piece = main.blocks[main.kernel.arg_names.index("DQ")]
         assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
         assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)

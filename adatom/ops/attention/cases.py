@@ -267,6 +267,9 @@ GPU: tuple[Case, ...] = (
     Case("many, window both", 4, 16, 16, 1200, 1300, 64, 64, F16, window=(900, 300)),
     Case("many, kv_lens", 8, 16, 4, 1030, 1200, 64, 64, BF16, kv_lens=True, causal=True),
     Case("many, kv_lens 128", 3, 16, 16, 1100, 1050, 128, 96, F16, kv_lens=True, window=(1040, 100)),
+    Case("many 128", 2, 16, 16, 2048, 2048, 128, 128, BF16),
+    Case("many odd 128", 2, 16, 4, 2300, 2077, 128, 96, F16, sinks=True),
+    Case("many odd 128, softcap", 1, 16, 16, 2100, 2100, 128, 128, BF16, softcap=10.0, layout="bshd"),
     # several tiles for each program of Hopper's backward beyond head_dim 128
     Case("deep", 2, 8, 8, 1100, 1300, 256, 256, BF16),
     Case("deep causal", 3, 8, 2, 1130, 1077, 256, 256, F16, causal=True, sinks=True, layout="bshd"),

@@ -255,11 +255,13 @@ def _launches(
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
     ordered = ordered and not inside
-    if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
+    # a program must not wait for one that may not have begun; and consumers in turn are slower where visits are few
+    if config.tiles == "static" and (ordered or call.len_q < 2048 and x.bias is None):
         config = config._replace(tiles="one")
-    # where all blocks of queries are visited, and no program waits for one that may not have begun
+    # where all blocks of queries are visited, no program waits for one that may not have begun, and none, under a mask,
+    # for one that has more to do in each of the heads that share its keys
     all_seen = not (lens or call.varlen) and (call.len_q <= call.len_k or not (left or right))
-    first = all_seen and not inside and config.tiles != "static"
+    first = all_seen and not inside and config.tiles != "static" and (dim <= 64 or call.heads == call.kv_heads)
     turns = ordered or first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
