@@ -185,7 +185,7 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
         v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         k = k_tile
         v = v_tile
-        if SHARERS == 2:  # there are registers for both
+        if SHARERS == 2 or LOAD == PART:  # there are registers for both
             k = k_tile.load(gl.DotOperandLayout(0, S, 2))
             v = v_tile.load(gl.DotOperandLayout(0, S, 2))
         dk = gl.zeros([KEYS, DIM], gl.float32, GRAD)
