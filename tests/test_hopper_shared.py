@@ -444,18 +444,21 @@ def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
     are no measure for is. In bfloat16 their bias is the measure, in float16 their scores."""
     monkeypatch.setitem(globals(), "HALF", dtype)
     lowest, narrow = torch.finfo(HALF).min, dtype == torch.float16
-    for at, repeats, far, size in (
-        *((slice(0, 64), False, far, 1) for far in (-1e9, -1e15, -math.inf)),
-        (slice(0, 64), narrow, lowest, 1),  # float16's is not far enough not to be a measure
-        (slice(0, 200), not narrow, lowest, 1),
-        (slice(64, 200), False, lowest, 1),
-        (slice(0, 64), False, 300.0, 1),
-        (slice(64, 200), True, 1000.0, 1),
-        (slice(64, 200), narrow, 20.0, 1),
-        (slice(0, 0), False, 0.0, 3),
+    for at, repeats, far, size, large in (
+        *((slice(0, 64), False, far, 1, 1) for far in (-1e9, -1e15, -math.inf)),
+        (slice(0, 64), narrow, lowest, 1, 1),  # float16's is not far enough not to be a measure
+        (slice(0, 200), not narrow, lowest, 1, 1),
+        (slice(64, 200), False, lowest, 1, 1),
+        (slice(0, 64), False, 300.0, 1, 1),
+        (slice(64, 200), True, 1000.0, 1, 1),
+        (slice(64, 200), narrow, 20.0, 1, 1),
+        (slice(64, 200), narrow, 60.0, 1, 1),
+        (slice(64, 200), True, 60.0, 1, 2.0**45),  # a sum may be small enough and P V infinite
+        (slice(0, 0), False, 0.0, 3, 1),
     ):
         q, k, v = (torch.randn(2, 1, 128, 32).to(HALF), *(torch.randn(2, 2, 1, 200, 32).to(HALF)))
         q *= size
+        v *= 1 if narrow else large
         bias = torch.randn(1, 1, 128, 200).to(HALF)
         bias[..., 7, at] = far
         x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
@@ -477,6 +480,8 @@ def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
         ({"batch": 8}, "8 batch", "8 batch"),
         ({"batch": 8, "length": 2048}, None, None),
         ({"batch": 8, "length": 5000}, None, "4224 keys"),
+        ({"batch": 5, "length": 2048}, None, None),  # rounded up
+        ({"batch": 4, "length": 4096}, "8 batch", "8 batch"),
         ({"dim": 40}, "head_dims", "head_dims"),
         ({"causal": True}, "no mask", "no mask"),
         ({"bias_heads": 4, "bias_batch": 32}, "share", "share"),

@@ -189,7 +189,7 @@ def _consumer(DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, C:
         v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         k = k_tile
         v = v_tile
-        if SHARERS == 2:  # there are registers for both
+        if SHARERS == 2 or LOAD == PART:  # there are registers for both
             k = k_tile.load(gl.DotOperandLayout(0, S, 2))
             v = v_tile.load(gl.DotOperandLayout(0, S, 2))
         dk = gl.zeros([KEYS, DIM], gl.float32, GRAD)

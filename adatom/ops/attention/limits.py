@@ -190,7 +190,9 @@ def hopper_deep_fwd(p: Problem) -> str | None:
 
 
 def _shared_bias(p: Problem, least: int) -> str | None:
-    """A full bias that many share, `least` batch elements or more, to head_dim 32: sm_90, what TMA reads, no masks."""
+    """A full bias that many share, `least` batch elements or more, to head_dim 32: sm_90, what TMA reads, no masks.
+
+    p.batch is rounded up: of `least` a little more than half will do, for which the kernels are as right."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.bias != "full" or p.bias_dtype != p.dtype or not p.bias_shared:
