@@ -349,6 +349,9 @@ def test_cases_are_chosen_by_name(tmp_path: Path, small_cases: None, cheap: None
     assert {(e["group"], e["case"]) for e in found} == {("plain", "second tiny"), ("bias", "biased")}
     result = invoke(*words, "--quick", "--rivals", "none", "--no-verify", "--record", str(record))
     assert result.exit_code == 0 and "second tiny" in result.output
+    record.unlink()
+    result = invoke("--case", "tiny", "--rivals", "none", "--no-verify", "--record", str(record))
+    assert result.exit_code == 0 and {e["case"] for e in json.loads(record.read_text())["entries"]} == {"tiny"}
     result = invoke("--case", "third")
     assert result.exit_code == 2 and "no case with third; there are: tiny, second tiny, biased" in result.output
 

@@ -476,13 +476,18 @@ def groups(
     device: torch.device, names: list[str], quick: bool, op: str | None = None, words: Sequence[str] = ()
 ) -> dict[str, tuple[Any, ...]]:
     """The bench cases of a device, those of one op or of all, by group; quick: the first of each; words: those alone
-    whose name one of these is part of. Raises ValueError for an unknown group, and if no case is left."""
+    whose name one of these is, or else is part of. Raises ValueError for an unknown group, and if no case is left."""
     known = _known(device.type, tuple(registry.PASSES) if op is None else (op,))
     unknown = [n for n in names if n not in known]
     if unknown:
         raise ValueError(f"no group {', '.join(unknown)}; there are: {', '.join(known)}")
     cases = {n: known[n] for n in names or known}
-    found = {n: tuple(c for c in some if not words or any(w in c.name for w in words)) for n, some in cases.items()}
+    whole = {case.name for some in cases.values() for case in some}
+
+    def meant(name: str) -> bool:
+        return not words or any(w == name or w not in whole and w in name for w in words)
+
+    found = {n: tuple(case for case in some if meant(case.name)) for n, some in cases.items()}
     if words and not any(found.values()):
         listed = ", ".join(case.name for some in cases.values() for case in some)
         raise ValueError(f"no case with {' or '.join(words)}; there are: {listed}")
