@@ -36,7 +36,7 @@ def command(
     op: Annotated[str | None, typer.Argument(help="The op to time, or science; default: every op.")] = None,
     rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Only the case of this name, or those with this in it; repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases with this (in their) name; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom; or deterministic.")] = None,
     record: Annotated[
         Path | None,
