@@ -20,14 +20,14 @@ _TILE, _BEHIND, _PIECE = 2.5, 2.0, 0.05
 
 def pieces_of(tiles: int, blocks: int, sharing: int, programs: int) -> int:
     """Into how many pieces each of the last `tiles` is cut, which visits so many blocks of queries of `sharing` heads.
-    None is empty."""
+    None is empty, and all are worked on at once: their sums take 128 KB each."""
 
     def visits(pieces: int) -> float:
         sums = _BEHIND + tiles * pieces * _PIECE if pieces > 1 else 0.0
         return -(-tiles * pieces // programs) * (-(-blocks // pieces) * sharing + _TILE) + sums
 
     even = (n for n in range(1, min(_MOST, blocks) + 1) if -(-blocks // -(-blocks // n)) == n)
-    return min(even, key=visits) if tiles else 1
+    return min((n for n in even if n == 1 or tiles * n <= programs), key=visits) if tiles else 1
 
 
 @gluon.jit(do_not_specialize=["kv_heads", "n_heads", "group", "len_k", "whole", "pieces"])

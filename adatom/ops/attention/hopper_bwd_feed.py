@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def DENSE(self) -> bool:
-        """Whether every block is masked, without a branch, dV is multiplied behind dS, and consumers free queries and
+        """Whether blocks are masked (all of them, if not TWICE) without a branch, dV is multiplied behind dS, and consumers free queries and
         dO at named barriers: what is fastest under a causal mask, and in turn."""
         return self.D > 64 and self.RIGHT and not self.LEFT or self.IN_TURN
 
@@ -397,7 +397,7 @@ def claim_turn(turn):
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
-    the others wait for them; UP: those who come first; ORDERED: each waits for that of the keys before."""
+    the others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars

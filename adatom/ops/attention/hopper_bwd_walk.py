@@ -202,7 +202,7 @@ def _edges(n0, len_q, len_k, right, C: gl.constexpr):
 
 @gluon.jit
 def _masked(s, m, edges, PLAN: gl.constexpr):
-    """The scores [keys, queries] of block m, -inf where the query does not see the key. Every block is masked: a branch
+    """The scores [keys, queries] of block m, -inf where the query does not see the key. No block is left out: a branch
     costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
     if PLAN.RIGHT or not PLAN.EVEN_N:
         end, high = edges
