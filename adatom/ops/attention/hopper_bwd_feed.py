@@ -78,8 +78,8 @@ class Plan:
 
     @property
     def DENSE(self) -> bool:
-        """Whether blocks are masked (all of them, if not TWICE) without a branch, dV is multiplied behind dS, and consumers free queries and
-        dO at named barriers: what is fastest under a causal mask, and in turn."""
+        """Whether blocks are masked without a branch (all of them, if not TWICE), dV is multiplied behind dS, and
+        consumers free queries and dO at named barriers: what is fastest under a causal mask, and in turn."""
         return self.D > 64 and self.RIGHT and not self.LEFT or self.IN_TURN
 
 
