@@ -51,6 +51,35 @@ def test_packed_sequences_are_counted_each() -> None:
     assert counted(lambda: adatom.attention_varlen(q, q, q, cu, cu)) == 2 * 2 * (16 + 64) * 16
 
 
+def test_a_long_packed_sequence() -> None:
+    """Its square is beyond int32, which lengths are in."""
+    from adatom.flops import _attention
+
+    q = torch.empty(1, 1, 16).expand(65536, 1, 16)
+    cu = torch.tensor([0, 65536], dtype=torch.int32)
+    assert _attention("attention")(q, q, q, None, None, None, cu, cu) == 2 * 65536**2 * 32
+
+
+_PEACE = """
+import importlib, importlib.util, sys
+import adatom
+importlib.reload(adatom)
+assert importlib.util.find_spec("torch.utils.flop_counter").name == "torch.utils.flop_counter"
+import torch.utils.flop_counter as counter
+import torch
+assert torch.ops.adatom.attention_fwd in counter.flop_registry
+importlib.reload(adatom)
+from adatom.flops import _FINDER
+assert _FINDER not in sys.meta_path and type(counter.__loader__) is type(torch.utils.data.__loader__)
+print(*[name for name in ("typer", "rich", "adatom.bench") if name in sys.modules])
+"""
+
+
+def test_the_finder_leaves_imports_in_peace() -> None:
+    done = subprocess.run([sys.executable, "-c", _PEACE], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_linear_counts_as_pytorchs_does(activation: str) -> None:
     x, w, b = leaves((5, 6, 16), (24, 16), (24,))

@@ -388,11 +388,15 @@ class AttentionBackwardBackward(Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         needed = ctx.needs_input_grad
         grads: list[Any] = [None] * len(needed)
-        if any(needed[-6:-1]) and any(c is not None for c in cotangents):
-            *moved, tdout, tdlse = cotangents
-            moved[3:] = _of_shapes(moved[3:], ctx.saved_tensors[3:5])
+        *moved, tdout, tdlse = cotangents
+        moved[3:] = _of_shapes(moved[3:], ctx.saved_tensors[3:5])
+        if any(needed[-6:-1]) and any(c is not None for c in (*moved, tdout, tdlse)):
             grads[-6:-1] = _tangent_of_backward(ctx, moved, tdout, tdlse, needed[-3])
         return tuple(g if need else None for g, need in zip(grads, needed))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError("adatom: forward mode over the second derivative of attention is not implemented")
 
 
 class Twice(Function):
