@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import inspect
 import itertools
 import math
@@ -226,7 +225,7 @@ def test_what_a_tile_visits(shape, sharing):
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit = as_python(feed.visit, step=as_python(feed.step))
     _, _, left, right, lens, block_m = shape
-    plan = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False)
+    plan = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False, CUT=False)
     stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5
     for j, plan.UP in itertools.product(range(math.ceil(shape[1] / 128)), (False, True)):
         begin, count = blocks_of(j, *shape)
@@ -271,7 +270,8 @@ def test_the_heads_that_share_keys_are_split_under_a_causal_mask(heads, kv_heads
     assert plan.splits * each == sharing
     assert given["heads"] // given["kv_heads"] == each
     assert given["splits"] == plan.splits
-    assert given["n_tiles"] == kv_heads * plan.splits * (34 if varlen else 32)
+    n_tiles = given["whole"] + (given["n_tiles"] - given["whole"]) // given["pieces"]
+    assert n_tiles == kv_heads * plan.splits * (34 if varlen else 32)
     for part in range(given["kv_heads"]):
         for h in range(part * each, part * each + each):
             assert h // sharing == part // given["splits"]
@@ -321,7 +321,7 @@ def test_parts_of_dk_and_dv_are_added(size, dtype, monkeypatch):
     def nothing(*_):
         pass
 
-    plan = backward.Launches(None, nothing, main, nothing, 0, 1, 64, 1, False, backward.Gradient(), False, 4)
+    plan = backward.Launches(None, nothing, main, nothing, None, 0, 1, 64, 1, False, backward.Gradient(), False, 4, ())
     monkeypatch.setattr(backward, "_launches", lambda *_: plan)
     x = torch.zeros(size, dtype=dtype)
     lens = {} if len(size) == 4 else dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 5]).int())
@@ -473,50 +473,6 @@ def test_programs_that_wait_for_each_other_end(shape, programs, how):
 def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(how):
     """Who waits only for those that came before it to a block waits for none of them."""
     assert finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards", **how) == ("up" in how)
-
-
-def test_which_plan_walks_up_and_which_takes_turns():
-    """Up: under a causal mask at head_dim 64; in turn: without a mask at head_dim 128, as dQ lies in memory."""
-    for dim, causal, biased, ordered in itertools.product((32, 64, 96, 128), *[(False, True)] * 3):
-        q = torch.empty(2, 40, 2048, dim, dtype=torch.bfloat16, device="meta")
-        bias = torch.empty(2, 40, 1, 2048, dtype=torch.bfloat16, device="meta") if biased else None
-        with pretend(H100):
-            x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal, bias=bias)
-            main = backward._launches(x, o, q, q, (q, q, q), False, False, ordered).main
-        plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
-        assert plan.UP == (dim == 64 and causal and not ordered)
-        assert plan.IN_TURN == (dim > 64 and not (causal or biased or ordered))
-        piece = main.blocks[main.kernel.arg_names.index("DQ")]
-        assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
-        assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_consumers_that_multiply_dq_in_turn_meet(seed):
-    """As `walk._walk` goes: who multiplies finds dS of both, nobody writes what is read, both come to an end."""
-    random.seed(seed)
-    visits, arrived, wrote, reading = seed % 9 + 1, [0, 0], {}, set()
-
-    def consumer(c: int):
-        for n in range(visits):
-            assert n % 2 not in reading
-            wrote[n % 2, c] = n
-            yield
-            arrived[n % 2] += 1
-            if n % 2 == c:
-                while arrived[c] < n // 2 * 2 + 2:
-                    yield
-                reading.add(n % 2)
-                yield
-                assert wrote[n % 2, 0] == wrote[n % 2, 1] == n
-                reading.discard(n % 2)
-            yield
-
-    running = [consumer(0), consumer(1)]
-    for _ in range(100 * visits):
-        if running and next(which := random.choice(running), "end") == "end":
-            running.remove(which)
-    assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
 
 
 def test_whoever_hands_out_tiles_hands_out_the_first_too():

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from adatom.ops.attention import hopper_sharers as common  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
+from adatom.ops.attention.triton_call import Call  # noqa: E402
 
 H100 = Device("cuda", 90, 132, 232448)
 HALF, F32 = torch.bfloat16, torch.float32
@@ -98,6 +101,9 @@ class Counter:
         self.n += n
         return self.n - n
 
+    def __add__(self, n: int) -> Counter:
+        return self
+
 
 class Whole(int):
     """An integer of device code."""
@@ -149,12 +155,36 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     return names
 
 
-def run(module: ModuleType, programs: int, roles: Any) -> None:
-    """All programs of a kernel; roles(machine) gives the roles of one."""
-    for pid in range(programs):
+def run(module: ModuleType, programs: int, roles: Any, together: bool = False) -> None:
+    """All programs of a kernel, one after the other or all at once; roles(machine) gives the roles of one."""
+
+    def one(pid: int) -> None:
         machine = Machine(pid, pid)
         machine.python = lambda machine=machine: python(machine, module, programs)  # type: ignore[method-assign]
         play(machine, roles(machine))
+
+    if not together:
+        for pid in range(programs):
+            one(pid)
+        return
+    with ThreadPoolExecutor(programs) as pool:
+        for _ in pool.map(one, range(programs)):
+            pass
+
+
+def wait_turn(at: Pointer, number: int) -> None:
+    end = time.monotonic() + 10
+    while at.load() < number:
+        assert time.monotonic() < end, "waits for ever"
+        time.sleep(1e-4)
+
+
+def pass_turn(machine: Machine) -> Any:
+    def passed(at: Pointer, number: int) -> None:
+        machine.store_wait(0)
+        at.store(number, torch.tensor(True))
+
+    return passed
 
 
 def of_slices(x: Any) -> tuple[int, int, int, int, tuple[int, int]]:
@@ -222,7 +252,6 @@ def backward(
             e[0, 0, :, column] = x32.to(HALF)
             x32 = x32 - e[0, 0, :, column].float()
     dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
-    total = torch.full((batch * heads * blocks * 32, 128), math.nan)
     stages, turns = bwd.CONFIGS[n][0], bwd.KV_STAGES.value
     taken = Counter()
     groups = -(-sharing // n)
@@ -239,16 +268,14 @@ def backward(
         )  # fmt: skip
         tiles[5].x.zero_()
         tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
-        zeros = shared(F32, 16, 128)
-        zeros.x.zero_()
-        pieces = Box(total, 16, 128), taken, zeros, (*several, batch * heads * blocks * 2)
         bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        options = (tiles, bars, counts, some, n, stages, 128, True)
-        return {"_producer": (*boxes, Box(e, 128, 16), Box(x.bias, 128, 64), *pieces, *options)} | {
+        machine.others = {"wait_turn": lambda at, number: None}  # type: ignore[attr-defined]
+        options = (tiles, bars, counts, some, n, stages, 128, True, False)
+        return {"_producer": (*boxes, Box(e, 128, 16), Box(x.bias, 128, 64), taken, several, *options)} | {
             f"_consumer {c}": (
                 Box(dk, 64, 32), Box(dv, 64, 32), None, None, 0, 0, tiles, bars, counts, o.scale, c, some, n, stages,
-                128, False, True,
+                128, 0, True, False,
             )
             for c in range(n)
         }  # fmt: skip
@@ -257,27 +284,41 @@ def backward(
     staged = parts == 1
     dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
 
+    biases, dq_stages = (2, 2) if n == 2 else (1, 4)
+    chain, passers = -(-len_k // 128), bias_part.PASSERS.value
+    programs = -(-programs // chain) * chain
+    dq = torch.full_like(x.q, math.nan)
+    ring_of_sums = torch.full((programs * bias_part.LINK.value * 32, 128), math.nan)
+    done = torch.zeros((programs + 1) * bias_part.APART.value, dtype=torch.int64)
+
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
-        ring, stages, biases = machine.barriers, bias_part.STAGES.value, bias_part.BIASES.value
-        tiles_in_all = blocks * -(-len_k // 128) * slices * parts
+        machine.others = {"wait_turn": wait_turn, "pass_turn": pass_turn(machine)}  # type: ignore[attr-defined]
+        ring, stages = machine.barriers, bias_part.STAGES.value
+        tiles_in_all = blocks * chain * slices * parts
         counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
         tiles = (
             *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
-            shared(HALF, 2 * biases, 64, 128), shared(F32, 2 * bias_part.DQ_STAGES.value, 16, 128),
+            shared(HALF, 2 * biases, 64, 128), shared(F32, dq_stages, 32, 128), shared(HALF, 2, 64, 32),
         )  # fmt: skip
         bars = ring(stages, 4), ring(stages, 2), ring(biases, 2), ring(biases, 2)
+        dq_bars = ring(dq_stages, 1), ring(dq_stages, 2), ring(dq_stages, 1), ring(1, 1)
         boxes = [Box(t, 128, 32) for t in given]
         even = len_k % 128 == 0
-        options = (tiles, bars, slices, counts)
+        options = (Whole(machine.pid), slices, counts)
         into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
-        return {"_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, *options, some)} | {
-            f"_consumer {c}": (into, Box(total, 16, 128), *options, o.scale, c, some, even, staged, True)
+        handed = (Box(ring_of_sums, 32, 128), Pointer(done), tiles[7])
+        return {
+            "_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, tiles, bars, *options, some, biases),
+            "_fetcher": (*handed, dq_bars, *options, dq_stages),
+        } | {
+            f"_consumer {c}": (into, tiles, bars, dq_bars, *options, o.scale, c, some, even, staged, biases, dq_stages)
             for c in range(2)
-        }
+        } | {
+            f"_passer {p}": (Box(dq, 64, 32), *handed, tiles[8], dq_bars, *options, p, some, dq_stages)
+            for p in range(passers)
+        }  # fmt: skip
 
-    run(bias_part, programs, of_sums)
-    pieces = total.view(-1, 4, 4, 8, 4, 2, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(batch, heads, -1, 32)
-    dq = (pieces * o.scale)[:, :, :len_q, :dim]
+    run(bias_part, programs, of_sums, together=True)
     return dq, dk, dv, dbias.double().sum(0)
 
 
@@ -324,7 +365,7 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
 
 
 CASES = (
-    ((4, 2), (1, 2), (130, 136), (32, 32), True),
+    ((22, 1), (1, 1), (130, 136), (32, 32), True),  # more sharers than a chain's ring has places
     ((2, 2), (1, 2), (128, 264), (32, 32), False),
     ((3, 2), (1, 1), (64, 264), (24, 32), True),
     ((4, 1), (2, 1), (200, 128), (32, 24), True),
@@ -368,16 +409,32 @@ def test_roles(case):
         assert (lines[:, :, len_q:, 0] == math.inf).all() and (lines[:, :, :len_q, 0][~seen] == math.inf).all()
 
 
+@pytest.mark.parametrize("sms", [16, 60, 114, 132])
+def test_a_chain_is_a_part_of_the_multiprocessors(sms):
+    """Up to the longest that is taken there are programs for it, three times over beside another's begun ones."""
+    device = H100._replace(sms=sms)
+    for n in (512, 1024, 2048, 4096, 8192):
+        q = torch.empty(256, 4, n, 32, dtype=HALF, device="meta")
+        with pretend(device):
+            x, o, _ = inputs_of(q=q, k=q, v=q, bias=q[:1, ..., :1].expand(1, 4, n, n))
+            if n <= 32 * sms:
+                launch = bias_part.sums_launch(Call(x, o), x.bias, n)
+                assert 0 < launch.programs <= sms and launch.programs % (n // 128) == 0
+                assert 3 * (n // 128 - 1) < sms
+            why = limits.hopper_shared_bwd(problem(x, o, True)._replace(bias_tma=True))
+            assert (why is None) == (n <= 32 * sms), why
+
+
 def test_parts_of_the_gradient_of_the_bias():
     """Added in order, by consumers that take turns with pieces, the last of which is not whole."""
     add = python(Machine(0, 0), bwd, 1)["_add_parts"]
-    for parts in (1, 2, 4, 7):
-        x = torch.randn(parts, 3 * bwd.PIECE.value - 8) * 100
+    for parts, unit in ((1, 4), (2, 4), (4, 4), (7, 1)):
+        x = torch.randn(parts, 3 * bwd.PIECE.value - 9 + unit // 4) * 100
         total, got = torch.zeros(x.shape[1]), torch.full(x.shape[1:], math.nan, dtype=HALF)
         for part in x:
             total += part
         for first in range(2):
-            add(Pointer(x), Pointer(got), x.shape[1] // 4, parts, first, 2)
+            add(Pointer(x), Pointer(got), x.shape[1] // unit, parts, first, 2, unit)
         assert torch.equal(got, total.to(HALF))
 
 
@@ -387,18 +444,21 @@ def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
     are no measure for is. In bfloat16 their bias is the measure, in float16 their scores."""
     monkeypatch.setitem(globals(), "HALF", dtype)
     lowest, narrow = torch.finfo(HALF).min, dtype == torch.float16
-    for at, repeats, far, size in (
-        *((slice(0, 64), False, far, 1) for far in (-1e9, -1e15, -math.inf)),
-        (slice(0, 64), narrow, lowest, 1),  # float16's is not far enough not to be a measure
-        (slice(0, 200), not narrow, lowest, 1),
-        (slice(64, 200), False, lowest, 1),
-        (slice(0, 64), False, 300.0, 1),
-        (slice(64, 200), True, 1000.0, 1),
-        (slice(64, 200), narrow, 20.0, 1),
-        (slice(0, 0), False, 0.0, 3),
+    for at, repeats, far, size, large in (
+        *((slice(0, 64), False, far, 1, 1) for far in (-1e9, -1e15, -math.inf)),
+        (slice(0, 64), narrow, lowest, 1, 1),  # float16's is not far enough not to be a measure
+        (slice(0, 200), not narrow, lowest, 1, 1),
+        (slice(64, 200), False, lowest, 1, 1),
+        (slice(0, 64), False, 300.0, 1, 1),
+        (slice(64, 200), True, 1000.0, 1, 1),
+        (slice(64, 200), narrow, 20.0, 1, 1),
+        (slice(64, 200), narrow, 60.0, 1, 1),
+        (slice(64, 200), True, 60.0, 1, 2.0**45),  # a sum may be small enough and P V infinite
+        (slice(0, 0), False, 0.0, 3, 1),
     ):
         q, k, v = (torch.randn(2, 1, 128, 32).to(HALF), *(torch.randn(2, 2, 1, 200, 32).to(HALF)))
         q *= size
+        v *= 1 if narrow else large
         bias = torch.randn(1, 1, 128, 200).to(HALF)
         bias[..., 7, at] = far
         x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
@@ -419,6 +479,9 @@ def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
         ({"length": 200}, "256", "256"),
         ({"batch": 8}, "8 batch", "8 batch"),
         ({"batch": 8, "length": 2048}, None, None),
+        ({"batch": 8, "length": 5000}, None, "4224 keys"),
+        ({"batch": 5, "length": 2048}, None, None),  # rounded up
+        ({"batch": 4, "length": 4096}, "8 batch", "8 batch"),
         ({"dim": 40}, "head_dims", "head_dims"),
         ({"causal": True}, "no mask", "no mask"),
         ({"bias_heads": 4, "bias_batch": 32}, "share", "share"),
@@ -435,8 +498,32 @@ def test_limits(options, forward_word, backward_word):
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias, causal=options.get("causal", False))
         posed = problem(x, o, options.get("bias_grad", True))
-    repeats = posed._replace(deterministic=True)
-    assert ("any order" in str(limits.hopper_shared_bwd(repeats))) == (backward_word is None and n != 256)
     for unfit, word in ((limits.hopper_shared_fwd, forward_word), (limits.hopper_shared_bwd, backward_word)):
         why = unfit(posed)
         assert (why is None) if word is None else word in why, why
+
+
+def test_results_repeat_under_load_and_in_three_streams(cuda):
+    """All gradients have the same bits, whatever else the GPU does: copies, or the same kernels from other streams."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    load = torch.empty(2**26, device=cuda)
+    for batch, heads, len_q, len_k in (
+        (72, 4, 500, 520), (8, 16, 768, 768), (64, 1, 900, 1000), (8, 4, 1100, 4088), (256, 4, 256, 256)
+    ):  # fmt: skip
+        q, dout = (torch.randn(batch, heads, len_q, 32, device=cuda, dtype=HALF) for _ in range(2))
+        k, v = (torch.randn(batch, heads, len_k, 32, device=cuda, dtype=HALF) for _ in range(2))
+        bias = torch.randn(1, heads, len_q, len_k, device=cuda, dtype=HALF)
+        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+        out, lse = fwd.forward(x, o)
+        first = bwd.backward(x, o, out, lse, dout, None, True)[:4]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            found = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found += bwd.backward(x, o, out, lse, dout, None, True)[:4]
+            load.mul_(1.5)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(first * 3, found))

@@ -95,6 +95,19 @@ def test_few_tokens_in_a_row(cuda, tokens):
         assert (have.float() - want.float()).norm() <= 2e-2 * want.float().norm()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_large_gates_in_float16(cuda, tokens):
+    """Values of act(gate) * up below float16's largest number, which their weights would take beyond it."""
+    given = tensors(cuda, torch.float16, tokens, 512, 264, 16, 4)
+    x, weights, indices, gate_up, down = (t.detach() for t in given)
+    gate, up = (x.double() @ gate_up.double().mT).chunk(2, -1)
+    x = x * (5e4 / (gate.relu() * up).abs().max()).sqrt()
+    given = x, weights * 0 + 4, indices, gate_up, down * 0.01
+    got = adatom.moe_routed(*given)
+    want = adatom.moe_routed(*(t.double() if t.is_floating_point() else t for t in given), backend="reference")
+    assert (got.double() - want).norm() <= 2e-3 * want.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_second_derivatives(cuda, dtype):
     """Gradients of a gradient penalty: about what float64 gives."""

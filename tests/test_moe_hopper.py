@@ -81,7 +81,7 @@ def test_programs_of_the_first_kernel_get_equally_many_units(tokens, wide):
     """But for the last ones, in as few rounds as a full GPU needs."""
     x = inputs(tokens, wide=wide)
     with pretend(H100):
-        tensors = (x.x, x.w_gate_up, x.indices, x.weights, x.x.new_empty(8 * tokens, wide))
+        tensors = (x.x, x.w_gate_up, x.indices, x.x.new_empty(8 * tokens, wide))
         programs = hopper_one._gate(tensors, "silu").programs
     units, most = 8 * tokens * wide // hopper_one.ROWS, hopper_one.PROGRAMS * H100.sms
     rounds = -(-units // most)

@@ -60,7 +60,7 @@ def test_the_package_is_small():
             ops[path.parent.name] += lines_of_code(path)
         else:
             around += lines_of_code(path)
-    assert ops.pop("attention") <= 2700 and max(ops.values()) <= 950
+    assert ops.pop("attention") <= 2720 and max(ops.values()) <= 950
     assert around <= 1600
 
 

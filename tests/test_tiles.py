@@ -13,7 +13,6 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 CHECKS = ["scaled_products", "products_of_nothing", "padding_is_never_read", "rows_that_do_not_exist", "shared_sums"]
-CHECKS += ["sums_behind"]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -118,31 +117,12 @@ def shared_sums():
             agree(three_orders("triton", [*leaves, bias]), expected)
 
 
-def sums_behind():
-    """dQ of a bias's many sharers from the order of accumulators, and parts of the bias's gradient; of neither more."""
-    heads, len_q, dim = 2, 150, 24
-    dq = torch.randn(1, heads, 256, 4, 2, 4)  # row, columns: number of eight, pair, one of two
-    lanes = dq.view(heads * 4, 4, 2, 8, 4, 4, 2).permute(0, 1, 4, 3, 5, 2, 6).contiguous()
-    got = torch.full((1, heads, len_q + 1, dim), math.nan)[:, :, :len_q]
-    for parts in (1, 3):
-        x = torch.randn(parts, 5000)
-        total = torch.full((5000,), math.nan)
-        n = 5000 if parts > 1 else 0
-        _behind_kernel[(heads * 4 + -(-n // 2048),)](
-            lanes.view(-1), got, x, total, *got.stride()[:3], heads, len_q, 2, heads * 4, n, parts, 0.5, HEAD_DIM=dim,
-            EARLY=False, PIECE=1, BLOCK=2048,
-        )  # fmt: skip
-        assert torch.equal(got, dq.view(1, heads, 256, 32)[:, :, :len_q, :dim] * 0.5)
-        assert torch.allclose(total, x.sum(0)) if parts > 1 else total.isnan().all()
-
-
 if __name__ == "__main__":
     import triton
     import triton.language as tl
 
     import adatom
     from adatom.ops.attention import triton_call
-    from adatom.ops.attention.hopper_shared_behind import _behind_kernel
     from adatom.tiles.triton import dot
 
     @triton.jit

@@ -19,7 +19,7 @@ from adatom.tiles.triton_dense import remembered
 Tensor = torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "rows"])
 def _turn_kernel(Y, Low, High, Y2, Amplitudes, Turned, OutLow, OutHigh, OutY, slots, rows,
                  stride_la, stride_ls, stride_lh, stride_ha, stride_hs, stride_hh, stride_ma, stride_ms, stride_mh,
                  stride_ga, stride_gs, stride_gh, stride_oa, stride_os, stride_oh, stride_pa, stride_ps, stride_ph,
@@ -113,7 +113,7 @@ def _turn(scalars: int, add: bool, *tensors: Tensor | None) -> None:
     on_device(remembered(_turn_launch, tensors, scalars, add), tensors[0], *tensors)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _silu_kernel(Z, G, C, Out, OutG, size, ORDER: tl.constexpr, BLOCK: tl.constexpr):
     """ORDER 0: Out = silu(Z). 1: Out = G silu'(Z). 2: Out = C G silu''(Z), OutG = C silu'(Z)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +144,7 @@ def _silu(order: int, *tensors: Tensor | None) -> None:
     on_device(remembered(_silu_launch, tensors, order), tensors[0], *tensors)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swap_kernel(X, Reverse, Add, Out, rows, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
                  BLOCK_C: tl.constexpr):
     i = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]

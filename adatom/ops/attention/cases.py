@@ -254,8 +254,7 @@ GPU: tuple[Case, ...] = (
     Case("bias 1hqk -lowest", 32, 4, 4, 333, 424, 64, 64, BF16, bias="1hqk-lowest"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
     # so many tiles that Hopper's backward is the fastest
-    Case("many", 4, 16, 16, 1024, 1024, 64, 64, BF16),
-    Case("many 32", 4, 16, 16, 1024, 1024, 32, 24, BF16),
+    *(Case(f"many {d}", 4, 16, 16, 1024, 1024, d, dv, BF16) for d, dv in ((32, 24), (64, 64), (128, 128))),
     Case("many 32, window", 4, 16, 16, 1200, 1300, 32, 32, BF16, window=(900, 300)),
     Case("many causal", 4, 16, 8, 1024, 1100, 128, 128, BF16, causal=True),
     Case("many odd f16", 3, 20, 20, 777, 1001, 96, 80, F16, softcap=10.0),
@@ -267,6 +266,8 @@ GPU: tuple[Case, ...] = (
     Case("many, window both", 4, 16, 16, 1200, 1300, 64, 64, F16, window=(900, 300)),
     Case("many, kv_lens", 8, 16, 4, 1030, 1200, 64, 64, BF16, kv_lens=True, causal=True),
     Case("many, kv_lens 128", 3, 16, 16, 1100, 1050, 128, 96, F16, kv_lens=True, window=(1040, 100)),
+    *(Case(f"long {h} {n}", 1, h, 8, 4100, n, 128, 96, F16, causal=n > 4100) for h, n in ((16, 2301), (8, 4224))),
+    *(Case(f"long {d} shared", 1, 16, 8, 4100, 4224, d, d, BF16, causal=True) for d in (64, 128)),
     # several tiles for each program of Hopper's backward beyond head_dim 128
     Case("deep", 2, 8, 8, 1100, 1300, 256, 256, BF16),
     Case("deep causal", 3, 8, 2, 1130, 1077, 256, 256, F16, causal=True, sinks=True, layout="bshd"),
@@ -362,6 +363,9 @@ GPU: tuple[Case, ...] = (
     Case("rows of triangle attention -inf", 17, 3, 3, 533, 600, 32, 32, BF16, bias="11qk-inf"),
     Case("rows of triangle attention -far", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-far", layout="bshd"),
     Case("rows of triangle attention -lowest", 19, 4, 4, 512, 640, 32, 32, BF16, bias="1hqk-lowest"),
+    Case("rows of triangle attention, 72 rows", 72, 4, 4, 260, 648, 32, 32, BF16, bias="1hqk"),
+    Case("rows of triangle attention, 66 rows f16", 66, 2, 2, 300, 904, 24, 32, F16, bias="1hqk", layout="bshd"),
+    Case("rows of triangle attention 1100", 64, 1, 1, 1100, 1032, 32, 32, BF16, bias="1hqk"),
     Case("rows of triangle attention 392 -lowest", 35, 4, 4, 264, 392, 32, 32, BF16, bias="1hqk-lowest"),
     Case("rows of triangle attention 360 -inf", 35, 4, 4, 264, 360, 24, 32, F16, bias="11qk-inf", layout="bshd"),
     Case("rows of triangle attention 360, 16 heads", 8, 16, 16, 332, 360, 32, 32, BF16, bias="1hqk"),
@@ -424,6 +428,11 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
     Case("neighbours, everything", 600, 4, 2, 100, 60, 24, 32, F32, bias="b11k-inf", window=(50, None), **_ALL),
+    # large enough for keys and values in parts
+    Case("in parts", 1, 4, 2, 1000, 1100, 64, 64, F32, sinks=True),
+    Case("in parts tf32", 1, 8, 8, 1040, 1030, 32, 32, F32, "tf32", causal=True, window=(300, None), softcap=5.0),
+    Case("in parts 64x40", 2, 4, 4, 800, 900, 64, 40, F32, bias="b11k", layout="bshd"),
+    Case("in parts 48 tf32", 2, 4, 4, 800, 900, 48, 48, F32, "tf32", bias="bhqk"),
     # few queries over many keys
     *(
         Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)

@@ -11,10 +11,10 @@ dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and adds 
 kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah
 et al., arXiv:2407.08608.
 
-The first keys that visit a block of queries store their piece of dQ; others wait for that and add theirs in whatever
-order they come to it. That order alone varies from run to run: dK and dV repeat bit for bit, dQ but for rounding.
-ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py). Where a block may have no visitor
-the sum is cleared ahead instead.
+The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first); others wait for
+that and add theirs in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
+bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py). Where a
+block may have no visitor the sum is cleared ahead instead.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_bwd_bias import bias_pass
+from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_pieces
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
-from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, NONE, QUERY, adder, make_plan, producer
+from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
@@ -52,6 +53,7 @@ from adatom.tiles.hopper import (
 )
 
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, see docs/hopper.md
+_LONG = 4096  # queries from which on some ways are faster; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 
@@ -84,13 +86,14 @@ CONFIGS: dict[tuple[int, bool], Config] = {
 }
 
 
-@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles"])
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr, DVPtr, Order, Lens, Taken, Turns,
                 stride_kh, stride_kn, stride_vh, stride_vn, stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h,
-                heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles, scale, softcap,
-                D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
+                heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles, whole, pieces, scale,
+                softcap, D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr,
                 VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr,
+                CLAIM: gl.constexpr, UP: gl.constexpr, IN_TURN: gl.constexpr, TWICE: gl.constexpr, CUT: gl.constexpr,
                 EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr,
                 PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr,
                 BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, SUMS: gl.constexpr,
@@ -104,12 +107,13 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
     how many blocks of keys are through with it. Order: for packed sequences, which are one batch element here; then
-    n_heads is their number. DKPtr, DVPtr: for these, and for WIDE parts. kv_heads: those of dK and dV, `splits` times
+    n_heads is their number. DKPtr, DVPtr: for these, and for WIDE parts; CUT: DKPtr, of
+    the pieces of dV and dK. kv_heads: those of dK and dV, `splits` times
     as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   FIRST, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES,
-                                   TILES, SUMS, WIDE, INSIDE, KV_STAGES)
+                                   FIRST, CLAIM, UP, IN_TURN, TWICE, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES,
+                                   RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -119,7 +123,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     DS: gl.constexpr = [4, BLOCK_M, HALF] if TILES else [2, BLOCK_N, BLOCK_M]
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
     PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    PIECE_ROWS: gl.constexpr = D // 2 if PLAN.IN_TURN else min(D, 64) // 2
+    PIECE_ROWS: gl.constexpr = D // 2 if IN_TURN else min(D, 64) // 2
     dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), PIECE_ROWS, 128], PIECE)
     number_s = gl.allocate_shared_memory(gl.int32, [4 * KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(KV_STAGES, 1)
@@ -151,7 +155,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
             bias_empty)
     wait_for_previous(EARLY)
     let_next(EARLY)
-    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles)
+    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces))
     strides = (stride_kh, stride_kn, stride_vh, stride_vn)
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
@@ -205,6 +209,7 @@ class Launches(NamedTuple):
     before: launch.Launch
     main: Launch
     behind: launch.Launch | None  # none: dQ was summed in shared memory
+    added: Launch | None  # adds up dK and dV of the tiles that are cut
     lines: int  # numbers of that table
     blocks: int  # of queries, of all heads
     block_m: int
@@ -213,6 +218,7 @@ class Launches(NamedTuple):
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
+    pieces: tuple[int, ...]  # shape of the sums of pieces of tiles
 
 
 def _inside(call: Call, dim: int, config: Config) -> int:
@@ -240,6 +246,36 @@ def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
     return empty((grad.shape[0], grad.shape[1] * splits, *grad.shape[2:]), grad, dtype)
 
 
+class Way(NamedTuple):
+    """How programs come to their tiles (`Config.tiles`), and fields of the Plan."""
+
+    tiles: str
+    first: bool = False
+    claim: bool = False
+    up: bool = False
+    in_turn: bool = False
+    twice: bool = False
+    cut: bool = False
+
+
+def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool) -> Way:
+    """What was fastest (docs/hopper.md). Nobody waits for the keys before but where tiles are taken by number: a
+    program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
+    causal, plain = call.right >= 0 and call.left < 0, call.x.bias is None
+    masked, long = call.right >= 0 or call.left >= 0, call.len_q >= _LONG
+    # where all blocks of queries are visited, the first piece can be stored
+    first = not (inside or lens or call.varlen) and (call.len_q <= call.len_k or not masked)
+    twice = dim > 64 and causal and plain and long and call.even(call.len_k, BLOCK_N.value)
+    if ordered:
+        return Way("one" if tiles == "static" else tiles, first, twice=twice)
+    if tiles == "static" and plain and long:
+        return Way(tiles, in_turn=True, cut=True)
+    if tiles == "static":
+        first = first and (plain or call.meta["BIAS"] == FULL.value)
+    up = first and causal and dim > 32 and (long or dim > 64 and call.heads == call.kv_heads)
+    return Way(tiles, first, claim=up or first and tiles != "dynamic", up=up, twice=twice)
+
+
 def _launches(
     x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, grads: tuple[torch.Tensor, ...], dlse: bool,
     wanted: bool, ordered: bool,
@@ -255,22 +291,21 @@ def _launches(
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
     ordered = ordered and not inside
-    if ordered and config.tiles == "static":  # a program must not wait for one that may not have begun
-        config = config._replace(tiles="one")
-    # where all blocks of queries are visited, and no program waits for one that may not have begun
-    all_seen = not (lens or call.varlen) and (call.len_q <= call.len_k or not (left or right))
-    first = all_seen and not inside and config.tiles != "static"
-    turns = ordered or first
+    way = _way(call, dim, config.tiles, ordered, inside > 0, lens)
+    turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, SUM=not (inside or first), TURNS=turns,
+    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, SUM=not (inside or way.first), TURNS=turns,
                           PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
+    rest = n_tiles % call.device.sms  # of the last round, of programs that take tiles in turn
+    pieces, whole = pieces_of(rest, n_m, sharing, call.device.sms) if way.cut else 1, n_tiles - rest
+    units = whole + rest * pieces
     together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
     # heads that go together under a mask: all, where there are so few tiles that the longest must come first
     least = n_heads if right and not call.varlen and n_tiles < 3 * call.device.sms else 1
@@ -280,17 +315,16 @@ def _launches(
     group = max(1, min(n_heads, max(together // call.len_q, least)))
     if inside:
         group = 1
-    elif right and not call.varlen and not ordered:  # equal groups if there can be: of a short last one few tiles end
+    elif (right or way.cut) and not call.varlen and not ordered:  # equal groups if there can be
         group = next((g for g in range(group, group // 2, -1) if n_heads % g == 0), group)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         *call.strides(dk)[1:], *call.strides(dv)[1:], stride_bb, stride_bh, stride_bn,
         call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads, call.kv_heads, n_heads, group, splits,
-        call.len_q, call.len_k, call.left, call.right, n_tiles, call.scale, o.softcap,
+        call.len_q, call.len_k, call.left, call.right, units, whole, pieces, call.scale, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if call.varlen or wide else (dim, dim)  # TMA knows them otherwise
-    in_turn = dim > 64 and config.tiles != "one" and kind == NONE.value  # Plan.IN_TURN
-    piece = 64 if in_turn else min(dim, 64) // 2, 128
+    piece = 64 if way.in_turn else min(dim, 64) // 2, 128
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
         "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else piece,
@@ -302,17 +336,18 @@ def _launches(
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
     room = config.late and kind != FULL.value and not dbias.sums  # for keys and values of the next tile
-    programs = n_tiles if config.tiles == "one" else min(n_heads if inside else n_tiles, call.device.sms)
+    programs = units if way.tiles == "one" else min(n_heads if inside else units, call.device.sms)
     main = Launch(
         _bwd_kernel, programs, scalars,
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
-            "ADDER": turns or call.varlen, "ORDERED": ordered, "FIRST": first, "EARLY": True,
-            "ONCE": config.tiles == "one", "DYNAMIC": config.tiles == "dynamic" and not inside, "BLOCK_M": m,
+            "ADDER": turns or call.varlen, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
+            "IN_TURN": way.in_turn, "TWICE": way.twice, "CUT": pieces > 1, "EARLY": True, "ONCE": way.tiles == "one",
+            "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
-            "INSIDE": inside, "KV_STAGES": 2 if inside or room and config.tiles == "dynamic" else 1,
+            "INSIDE": inside, "KV_STAGES": 2 if inside or room and way.tiles == "dynamic" else 1,
             "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
         },
         config.spill, blocks,
@@ -321,8 +356,16 @@ def _launches(
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
     sums = 0 if inside else n_blocks * m * dim // 128
-    return Launches(table, before, main, None if inside else behind, lines, n_blocks, m, sums, turns, dbias, plain,
-                    splits)
+    added = None
+    if pieces > 1:
+        added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
+    return Launches(table, before, main, None if inside else behind, added, lines, n_blocks, m, sums, turns, dbias,
+                    plain, splits, (units - whole, 2, n, dim))
+
+
+def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Places for dq, dk, dv."""
+    return empty_like(x.q), empty_like(x.k), empty_like(x.v)
 
 
 def _backward(
@@ -331,8 +374,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
     dout = dout if suits_tma(dout) else dout.contiguous()
-    grads = dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, grads, dlse is not None, wanted, ordered))
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, _grads(x), dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
     total = empty((plan.sums, 128), lse) if plan.behind else None
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
@@ -343,28 +385,38 @@ def _backward(
     if plan.table is not None:
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
+    plain = empty_like(lse) if plan.plain else None
+    plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
+    padded = plan.blocks * plan.block_m // lse[..., 0].numel()
+    dbias = None
+    if plan.dbias.apart and total is None:  # ahead, for parts of its sum to take memory that dq, dk and dv take next
+        dbias = bias_pass(x, o, rows, delta, dout, padded)
+    dq, dk, dv = _grads(x)
     parts = dk_part, dv_part = _place(dk, plan.splits), _place(dv, plan.splits)
     wide = dk_part.dtype != dk.dtype
     described = (dk, dv) if wide else parts
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
-    plain = empty_like(lse) if plan.plain else None
-    plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
+    pieces = empty(plan.pieces, lse) if plan.added else None
     plan.main(
         boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, *map(boxed, described),
         boxed(dq) if total is None else total, tiles, sums,
-        dk_part, dv_part, order, x.kv_lens, taken, turns,
+        dk_part if pieces is None else pieces, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
     if plan.behind:
         plan.behind(total, dq, x.cu_seqlens_q)
+    if plan.added:
+        plan.added(pieces, dv, dk)
     if plan.splits > 1:
         for part, grad in zip(parts, (dk, dv)):
             part = part.unflatten(1, (-1, plan.splits))
             grad.copy_(part.sum(2)) if wide else torch.sum(part, 2, out=grad)
     if plain is None and (plan.dbias.rows or x.sinks is not None):
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
-    dbias = tiles
-    if plan.dbias.apart:
-        dbias = bias_pass(x, o, rows, delta, dout, plan.blocks * plan.block_m // lse[..., 0].numel())
+    if plan.dbias.apart and total is not None:
+        del total  # whose memory the gradient of the bias takes
+        dbias = bias_pass(x, o, rows, delta, dout, padded)
+    elif plan.dbias.tiles:
+        dbias = tiles
     elif sums is not None:
         dbias = reduce_to(sums, x.bias)  # type: ignore[arg-type]
     elif plan.dbias.rows:

@@ -8,7 +8,8 @@ Every tile visits its blocks in one order, all heads from the last to the first,
 only for that of the keys before, which has a lower number, and tiles are taken by number: whoever is waited for is
 running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
 runs beside it, and how many programs there are, does not matter. Where sums need no order, all wait for the first keys
-that visit the block, and for nobody else.
+that visit the block, and for nobody else; or, CLAIM, for whoever claimed its piece, who waits for nobody meanwhile, so
+that tiles may be taken in any order.
 """
 
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class Plan:
     ADDER: bool  # a warp for each consumer adds its dQ
     ORDERED: bool
     FIRST: bool  # the first piece of a sum of dQ is stored: nobody has cleared it
+    CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
+    UP: bool  # beside that: tiles walk upwards, so that those that begin together are at different blocks of queries
+    IN_TURN: bool  # the consumers multiply dQ in turn, all of a visit's at once
+    TWICE: bool  # blocks that need no mask have a loop of their own
+    CUT: bool  # the last tiles are worked on in pieces, each by another program
     ONCE: bool  # a program has one tile
     DYNAMIC: bool
     BLOCK_M: int
@@ -71,20 +77,9 @@ class Plan:
     KV_STAGES: int
 
     @property
-    def IN_TURN(self) -> bool:
-        """Whether the consumers multiply dQ in turn, all of a visit's at once: what is fastest without a mask."""
-        return self.D > 64 and not self.ONCE and self.BIAS == NONE.value
-
-    @property
-    def UP(self) -> bool:
-        """Whether tiles walk upwards, so that those that begin together are at different blocks of queries, and who
-        comes first to a block stores its piece of dQ: what is fastest under a causal mask at head_dim 64."""
-        return self.D == 64 and self.FIRST and self.RIGHT and not (self.LEFT or self.ORDERED)
-
-    @property
     def DENSE(self) -> bool:
-        """Whether every block is masked, without a branch, dV is multiplied behind dS, and consumers free queries and
-        dO at named barriers: what is fastest under a causal mask, and in turn."""
+        """Whether blocks are masked without a branch (all of them, if not TWICE), dV is multiplied behind dS, and
+        consumers free queries and dO at named barriers: what is fastest under a causal mask, and in turn."""
         return self.D > 64 and self.RIGHT and not self.LEFT or self.IN_TURN
 
 
@@ -152,6 +147,8 @@ def visit(m, h, block, begin, blocks, stride, PLAN: gl.constexpr):
         block += gl.where(new, 1 - blocks - stride, 1)
         return gl.where(new, begin, m + 1), h - gl.where(new, 1, 0), block
     else:
+        if PLAN.CUT:  # some blocks of a head are others'
+            block -= gl.where(m == begin, stride - blocks, 0)
         return step(m, h, block, begin, blocks, stride, PLAN)
 
 
@@ -172,9 +169,43 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def head_and_block(t, n_blocks, n_heads, group):
+    """(head of keys, block of keys) of tile t: heads go in groups."""
+    first = t // (group * n_blocks) * group
+    size = gl.minimum(group, n_heads - first)
+    r = t - first * n_blocks
+    block = r // size
+    return first + r - block * size, block
+
+
+@gluon.jit
+def piece_of(t, counts, PLAN: gl.constexpr):
+    """(tile, piece of it) number t; CUT: tiles from number `whole` on have several."""
+    if PLAN.CUT:
+        _, whole, pieces = counts[-1]
+        behind = gl.maximum(t - whole, 0)
+        return gl.minimum(t, whole) + behind // pieces, behind % pieces
+    else:
+        return t, t * 0
+
+
+@gluon.jit
+def blocks_of_piece(t, begin, blocks, counts, PLAN: gl.constexpr):
+    """(first block of queries, number) of tile or piece t, of all those of its tile."""
+    if PLAN.CUT:
+        _, whole, pieces = counts[-1]
+        if t >= whole:
+            each = (blocks + pieces - 1) // pieces
+            _, piece = piece_of(t, counts, PLAN)
+            begin += piece * each
+            blocks = gl.minimum(each, blocks - piece * each)
+    return begin, blocks
+
+
+@gluon.jit
 def tile_at(b, hk, n0, Lens, counts, PLAN: gl.constexpr):
     """What `tile_of` says of the tile of keys n0.. of (b, hk)."""
-    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
+    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, _ = counts
     stride = (len_q + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
     if PLAN.LENS:
         len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
@@ -190,7 +221,7 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
     first. Packed tiles are listed in Order.
     """
-    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
+    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, _ = counts
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     if PLAN.VARLEN:
         row = Order + (t + 1).to(gl.int64) * HEADER
@@ -200,12 +231,8 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         start_q, start_k = gl.load(row + 1), gl.load(row + 2)
         return t * 0, hk, gl.load(row), gl.load(row + 3), gl.load(row + 4), start_q, start_k, first, stride
     else:
-        n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
-        first = t // (group * n_blocks) * group
-        size = gl.minimum(group, n_heads - first)
-        r = t - first * n_blocks
-        block = r // size
-        bh = first + r - block * size
+        t, _ = piece_of(t, counts, PLAN)
+        bh, block = head_and_block(t, (len_k + BLOCK_N - 1) // BLOCK_N, n_heads, group)
         b = bh // kv_heads
         return tile_at(b, bh - b * kv_heads, block * BLOCK_N, Lens, counts, PLAN)
 
@@ -262,11 +289,10 @@ def tile_behind(t, n_tiles, n_blocks, PLAN: gl.constexpr):
 @gluon.jit
 def tiles_in_all(Order, counts, PLAN: gl.constexpr):
     """How many tiles there are."""
-    heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles = counts
     if PLAN.VARLEN:
         return gl.load(Order)
     else:
-        return n_tiles
+        return counts[-1][0]
 
 
 @gluon.jit
@@ -299,6 +325,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     while t < n_tiles:
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
@@ -370,7 +397,7 @@ def claim_turn(turn):
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
-    the others wait for them; UP: those who come first; ORDERED: each waits for that of the keys before."""
+    the others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
@@ -389,13 +416,14 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         if PLAN.DYNAMIC:
             release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
         before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
         index = n0 // BLOCK_N
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
-            if PLAN.UP:
+            if PLAN.CLAIM:
                 first_keys = claim_turn(at) == 0
             else:
                 first_keys = (index == 0) | (m >= before_begin + before_blocks)

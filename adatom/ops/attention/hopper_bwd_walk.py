@@ -15,6 +15,7 @@ from adatom.ops.attention.hopper_bwd_feed import (
     NONE,
     before_visits,
     blocks_of,
+    blocks_of_piece,
     first_tile,
     rows_read,
     tile_behind,
@@ -201,7 +202,7 @@ def _edges(n0, len_q, len_k, right, C: gl.constexpr):
 
 @gluon.jit
 def _masked(s, m, edges, PLAN: gl.constexpr):
-    """The scores [keys, queries] of block m, -inf where the query does not see the key. Every block is masked: a branch
+    """The scores [keys, queries] of block m, -inf where the query does not see the key. No block is left out: a branch
     costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
     if PLAN.RIGHT or not PLAN.EVEN_N:
         end, high = edges
@@ -212,6 +213,12 @@ def _masked(s, m, edges, PLAN: gl.constexpr):
             seen = seen & (i - (m * PLAN.BLOCK_M + high) - (j & 6) <= (j & ~6))
         s = gl.where(seen, s, float("-inf"))
     return s
+
+
+@gluon.constexpr_function
+def _masks(kind, plan):
+    """Whether blocks in loop number `kind` may need a mask: not TWICE, there is one loop."""
+    return not plan.TWICE or (kind == 1) != plan.UP
 
 
 @gluon.jit
@@ -255,131 +262,139 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
     ragged = n0 + BLOCK_N > len_k
     edges = _edges(n0, len_q, len_k, right, C)
-    for j in range(blocks * sharing):
-        before = block
-        m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
-        i = slot(n, STAGES)
-        key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
-        wait_full(q_full, n, STAGES)
-        q = q_s.index(i).slice(0, PART, dim=0)
-        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if LATE:  # in the first turn there is nothing to add yet
-            if j > 0:
-                wait_full(ds_full, n - 1, 2)
-            dq = _dq_product(ds_s, n + 1, all_k, C, PLAN)
-        wait_full(do_full, n, STAGES)
-        do = do_s.index(i).slice(0, PART, dim=0)
-        dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        for part in gl.static_range(PARTS):
-            lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
-            if part > 0:  # dV, S, dK, dP
-                s, dv = warpgroup_mma_wait(2, deps=(s, dv))
-            elif LATE:  # S, dQ, dP
-                s, dq = warpgroup_mma_wait(1, deps=(s, dq))
-                if j > 0:
-                    _add_dq(dq, DQ, before, first, n - 1, dq_s, bars, C, PLAN)
-            else:  # S, dP
-                s = warpgroup_mma_wait(1, deps=(s,))
-            bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
-            s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
-            if PLAN.DENSE:
-                s = _masked(s, m, edges, PLAN)
-            elif LEFT or RIGHT or not PLAN.EVEN_N:
-                cut = ragged
-                if RIGHT:
-                    cut |= m < whole_begin
-                if LEFT:
-                    cut |= m >= whole_end
-                if cut:
-                    queries = (m * BLOCK_M + part * PART + gl.arange(0, PART, layout=QUERIES))[None, :]
-                    seen = visible(queries, keys[:, None], len_k - len_q, len_k, left, right, LEFT, RIGHT)
-                    s = gl.where(seen, s, float("-inf"))
-            if BIAS != NONE:  # of -1e9: lse is rounded by more than 1
-                s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
-            p = gl.exp2(s)
-            p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
-            if not PLAN.DENSE:
-                dv = warpgroup_mma(p16, do, dv, is_async=True)
-            delta = delta_s.index(i).slice(part * PART, PART).load(QUERIES)
-            if part + 1 < PARTS:  # dP, dV, S
-                q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
-                s = warpgroup_mma(k, q_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                dp = warpgroup_mma_wait(2, deps=(dp,))
-            elif PARTS > 1:  # dK, dP, dV
-                dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
-            elif PLAN.DENSE:
-                dp = warpgroup_mma_wait(0, deps=(dp,))
-            else:  # dP, dV
-                dp = warpgroup_mma_wait(1, deps=(dp,))
-            ds = p * (dp - delta[None, :])
-            dbias = ds.to(q.dtype)
-            if PLAN.SOFTCAP:
-                ds *= slope
-            ds = ds.to(q.dtype)
-            if LATE and part == 0:
-                if j == 0:  # dK and dV of the keys before have left it
-                    tma.store_wait(0)
-            _keep_ds(ds, ds_s, n, part, C, PLAN)
-            ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
-            if PLAN.DENSE:  # not sooner: P and dS are then worked out together, in fewer registers
-                dv = warpgroup_mma(p16, do, dv, is_async=True)
-            if PLAN.SUMS:
-                dbias = gl.convert_layout(dbias, gl.DotOperandLayout(0, EIGHT, 2), assert_trivial=True)
-                sums = warpgroup_mma(dbias, ones_s.permute((1, 0)), sums, is_async=True)
-            if part + 1 < PARTS:  # dV, S, dK, dP
-                dk = warpgroup_mma(ds16, q, dk, is_async=True)
-                q = q_next
-                do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
+    rounds = sharing if PLAN.TWICE else 1
+    masked = gl.minimum(whole_begin - begin, blocks)  # TWICE: blocks that the mask cuts
+    for _round in range(rounds):
+        for kind in gl.static_range(2 if PLAN.TWICE else 1):
+            visits = blocks * sharing
+            if PLAN.TWICE:
+                visits = masked if _masks(kind, PLAN) else blocks - masked
+            for j in range(visits):
+                before = block
+                m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
+                i = slot(n, STAGES)
+                key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
+                wait_full(q_full, n, STAGES)
+                q = q_s.index(i).slice(0, PART, dim=0)
+                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                if LATE:  # in the first turn there is nothing to add yet
+                    if j > 0:
+                        wait_full(ds_full, n - 1, 2)
+                    dq = _dq_product(ds_s, n + 1, all_k, C, PLAN)
+                wait_full(do_full, n, STAGES)
+                do = do_s.index(i).slice(0, PART, dim=0)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        fence_async_shared()
-        if PLAN.IN_TURN:
-            dk = warpgroup_mma(ds16, q, dk, is_async=True)
-            mine = (n & 1) == C
-            if mine:
-                named_sync(TURN + C, 256)  # dS of all 128 keys is in shared memory
-            else:
-                named_arrive(TURN + 1 - C, 256)
-            dv = warpgroup_mma_wait(1, deps=(dv,))  # dV, dK
-            if mine:
-                dq = _dq_product(ds_s, n, all_k, C, PLAN)
-                dv = warpgroup_mma_wait(1, deps=(dv,))  # dK, dQ
-                rows_read(n, STAGES)
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-                _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
-            else:
-                dv = warpgroup_mma_wait(0, deps=(dv,))
-                rows_read(n, STAGES)
-        elif LATE:
-            dk = warpgroup_mma(ds16, q, dk, is_async=True)
-            mbarrier.arrive(ds_full.index(n & 1), count=1)
-            dv = warpgroup_mma_wait(1, deps=(dv,))
-            release(do_empty, n, STAGES)
-        else:
-            named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
-            dq = _dq_product(ds_s, n, all_k, C, PLAN)
-            dk = warpgroup_mma(ds16, q, dk, is_async=True)
-            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
-            if not PLAN.DENSE:
-                release(do_empty, n, STAGES)
-            _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
-        if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
-            store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
-        if PLAN.SUMS:
-            dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
-        else:
-            dk = warpgroup_mma_wait(0, deps=(dk,))
-        if PLAN.DENSE:
-            if not PLAN.IN_TURN:
-                rows_read(n, STAGES)
-        else:
-            release(q_empty, n, STAGES)
-        n += 1
-        if PLAN.SUMS:
-            if m == (begin + blocks - 1 if PLAN.UP else begin):  # the head's last block
-                row = Sums + (b.to(gl.int64) * heads + h) * most_k
-                key = n0 + C * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, EIGHT))
-                gl.store(row + key, gl.sum(sums, 1) * 0.125, mask=key < most_k)
-                sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
+                for part in gl.static_range(PARTS):
+                    lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
+                    if part > 0:  # dV, S, dK, dP
+                        s, dv = warpgroup_mma_wait(2, deps=(s, dv))
+                    elif LATE:  # S, dQ, dP
+                        s, dq = warpgroup_mma_wait(1, deps=(s, dq))
+                        if j > 0:
+                            _add_dq(dq, DQ, before, first, n - 1, dq_s, bars, C, PLAN)
+                    else:  # S, dP
+                        s = warpgroup_mma_wait(1, deps=(s,))
+                    bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
+                    s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
+                    if PLAN.DENSE:
+                        if _masks(kind, PLAN):
+                            s = _masked(s, m, edges, PLAN)
+                    elif LEFT or RIGHT or not PLAN.EVEN_N:
+                        cut = ragged
+                        if RIGHT:
+                            cut |= m < whole_begin
+                        if LEFT:
+                            cut |= m >= whole_end
+                        if cut:
+                            queries = (m * BLOCK_M + part * PART + gl.arange(0, PART, layout=QUERIES))[None, :]
+                            seen = visible(queries, keys[:, None], len_k - len_q, len_k, left, right, LEFT, RIGHT)
+                            s = gl.where(seen, s, float("-inf"))
+                    if BIAS != NONE:  # of -1e9: lse is rounded by more than 1
+                        s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
+                    p = gl.exp2(s)
+                    p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
+                    if not PLAN.DENSE:
+                        dv = warpgroup_mma(p16, do, dv, is_async=True)
+                    delta = delta_s.index(i).slice(part * PART, PART).load(QUERIES)
+                    if part + 1 < PARTS:  # dP, dV, S
+                        q_next = q_s.index(i).slice(part * PART + PART, PART, dim=0)
+                        s = warpgroup_mma(k, q_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                        dp = warpgroup_mma_wait(2, deps=(dp,))
+                    elif PARTS > 1:  # dK, dP, dV
+                        dp, dk = warpgroup_mma_wait(1, deps=(dp, dk))
+                    elif PLAN.DENSE:
+                        dp = warpgroup_mma_wait(0, deps=(dp,))
+                    else:  # dP, dV
+                        dp = warpgroup_mma_wait(1, deps=(dp,))
+                    ds = p * (dp - delta[None, :])
+                    dbias = ds.to(q.dtype)
+                    if PLAN.SOFTCAP:
+                        ds *= slope
+                    ds = ds.to(q.dtype)
+                    if LATE and part == 0:
+                        if j == 0:  # dK and dV of the keys before have left it
+                            tma.store_wait(0)
+                    _keep_ds(ds, ds_s, n, part, C, PLAN)
+                    ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+                    if PLAN.DENSE:  # not sooner: P and dS are then worked out together, in fewer registers
+                        dv = warpgroup_mma(p16, do, dv, is_async=True)
+                    if PLAN.SUMS:
+                        dbias = gl.convert_layout(dbias, gl.DotOperandLayout(0, EIGHT, 2), assert_trivial=True)
+                        sums = warpgroup_mma(dbias, ones_s.permute((1, 0)), sums, is_async=True)
+                    if part + 1 < PARTS:  # dV, S, dK, dP
+                        dk = warpgroup_mma(ds16, q, dk, is_async=True)
+                        q = q_next
+                        do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
+                        dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                fence_async_shared()
+                if PLAN.IN_TURN:
+                    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+                    mine = (n & 1) == C
+                    if mine:
+                        named_sync(TURN + C, 256)  # dS of all 128 keys is in shared memory
+                    else:
+                        named_arrive(TURN + 1 - C, 256)
+                    dv = warpgroup_mma_wait(1, deps=(dv,))  # dV, dK
+                    if mine:
+                        dq = _dq_product(ds_s, n, all_k, C, PLAN)
+                        dv = warpgroup_mma_wait(1, deps=(dv,))  # dK, dQ
+                        rows_read(n, STAGES)
+                        dq = warpgroup_mma_wait(0, deps=(dq,))
+                        _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
+                    else:
+                        dv = warpgroup_mma_wait(0, deps=(dv,))
+                        rows_read(n, STAGES)
+                elif LATE:
+                    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+                    mbarrier.arrive(ds_full.index(n & 1), count=1)
+                    dv = warpgroup_mma_wait(1, deps=(dv,))
+                    release(do_empty, n, STAGES)
+                else:
+                    named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
+                    dq = _dq_product(ds_s, n, all_k, C, PLAN)
+                    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+                    dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))  # dV, dQ, dK
+                    if not PLAN.DENSE:
+                        release(do_empty, n, STAGES)
+                    _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
+                if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
+                    store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
+                if PLAN.SUMS:
+                    dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
+                else:
+                    dk = warpgroup_mma_wait(0, deps=(dk,))
+                if PLAN.DENSE:
+                    if not PLAN.IN_TURN:
+                        rows_read(n, STAGES)
+                else:
+                    release(q_empty, n, STAGES)
+                n += 1
+                if PLAN.SUMS:
+                    if m == (begin + blocks - 1 if PLAN.UP else begin):  # the head's last block
+                        row = Sums + (b.to(gl.int64) * heads + h) * most_k
+                        key = n0 + C * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, EIGHT))
+                        gl.store(row + key, gl.sum(sums, 1) * 0.125, mask=key < most_k)
+                        sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     if LATE:
         wait_full(ds_full, n - 1, 2)
         dq = warpgroup_mma_wait(0, deps=(_dq_product(ds_s, n + 1, all_k, C, PLAN),))
@@ -417,6 +432,25 @@ def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.co
 
 
 @gluon.jit
+def _store_both(DK, DV, DKPtr, DVPtr, strides, dk, dv, place_dk, place_dv, kv_heads, rows, PLAN: gl.constexpr):
+    """Write dV and dK; ahead of dK wait until dV has left, if it goes by way of the same memory."""
+    b, hk, start_k, row, len_k = rows
+    stride_kh, stride_kn, stride_vh, stride_vn = strides
+    _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN, PLAN.HEAD_DIM_V)
+    if not PLAN.LATE and PLAN.D > 64 and not PLAN.IN_TURN:
+        tma.store_wait(1 if PLAN.ONCE else 0)
+    _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN, PLAN.HEAD_DIM)
+
+
+@gluon.jit
+def _keep_piece(Pieces, x, number, C: gl.constexpr, PLAN: gl.constexpr):
+    """Write the accumulator x to a consumer's half of number `number` of the sums of pieces of tiles."""
+    i = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))[:, None]
+    d = gl.arange(0, PLAN.D, gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(Pieces + number * (BLOCK_N * PLAN.D) + (i + C * HALF) * PLAN.D + d, x)
+
+
+@gluon.jit
 def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap,
              C: gl.constexpr, PLAN: gl.constexpr):
     """Multiplies what the producer loads."""
@@ -428,7 +462,6 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
-    stride_kh, stride_kn, stride_vh, stride_vn = strides
     n_tiles = tiles_in_all(Order, counts, PLAN)
     n = 0
     turn = 0
@@ -439,7 +472,9 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
     while t < n_tiles:
         b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 4,
                                                                              PLAN)
-        span = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+        begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
+        span = (begin, whole_begin, whole_end, blocks)
         place = (b, hk, n0, len_q, len_k, first, stride)
         i_kv = slot(turn, KV_STAGES)
         if PLAN.INSIDE:
@@ -473,13 +508,17 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         row = n0 + C * HALF
         if PLAN.WIDE and not PLAN.VARLEN:  # of keys beyond kv_lens, zeros
             len_k = most_k
-        _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN,
-               PLAN.HEAD_DIM_V)
         dk *= scale
-        if not PLAN.LATE and ROOM == 1:
-            tma.store_wait(1 if PLAN.ONCE else 0)
-        _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN,
-               PLAN.HEAD_DIM)
+        rows = (b, hk, start_k, row, len_k)
+        if PLAN.CUT:
+            whole = counts[-1][1]
+            if t >= whole:
+                _keep_piece(DKPtr, dv, (t - whole) * 2, C, PLAN)
+                _keep_piece(DKPtr, dk, (t - whole) * 2 + 1, C, PLAN)
+            else:
+                _store_both(DK, DV, DKPtr, DVPtr, strides, dk, dv, place_dk, place_dv, kv_heads, rows, PLAN)
+        else:
+            _store_both(DK, DV, DKPtr, DVPtr, strides, dk, dv, place_dk, place_dv, kv_heads, rows, PLAN)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)

@@ -4,14 +4,20 @@
 
 A tile of 128 queries and 128 keys has one owner, each of two consumer warpgroups half of its queries. The sum of dS
 stays in registers while a producer warp brings q, k, dO and v of one sharer after the other; so does dS itself, as the
-left operand of dQ, whose piece of a tile is added to a float32 sum in memory by TMA, in whatever order tiles come to
-it. dbias repeats bit for bit, dQ but for rounding. Where tiles are too few for the GPU, several programs share the sum
-of dbias, and the kernel behind adds their parts.
+left operand of dQ.
+
+The tiles of the same queries are a chain of programs, which run at once. Each adds its piece of dQ of a sharer to
+what the one before it hands on in memory, and the last one writes dQ. What is handed on goes round in a ring that stays
+in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
+repeat bit for bit. Programs are numbered as they begin, so that a kernel waits with one chain at the most for
+multiprocessors that others have; `limits` allows no chain of more than a quarter of them. Where tiles are too few for
+the GPU, several programs share the sum of dbias, and the kernel behind adds their parts.
 """
 
 import torch
 from triton.language.core import PropagateNan
 
+from adatom.ops.attention.hopper_shared_ends import NUMBERS
 from adatom.ops.attention.hopper_sharers import (
     BLOCK,
     HALF,
@@ -34,6 +40,8 @@ from adatom.tiles.hopper import (
     load_tile_and_numbers,
     make_barriers,
     make_tiles,
+    mbarrier,
+    pass_turn,
     release,
     slot,
     store_tile,
@@ -41,6 +49,7 @@ from adatom.tiles.hopper import (
     wait_empty,
     wait_for_previous,
     wait_full,
+    wait_turn,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -49,9 +58,10 @@ DIM = gl.constexpr(32)  # head_dim in memory
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
-BIASES = gl.constexpr(2)  # of the bias
-DQ_STAGES = gl.constexpr(2)  # of dQ, for each consumer
-_SPILL = 4  # Triton 3.6: 0 to 4; 3.9: 44
+PASSERS = gl.constexpr(2)  # warps that hand it on in turn: it takes one longer than a sharer's products
+LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
+APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
+_SPILL = 0
 
 
 @gluon.jit
@@ -69,15 +79,16 @@ def widened(x, PURE: gl.constexpr = True):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr):
+def _producer(Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, me, slices, counts,
+              SHARED_HEADS: gl.constexpr, BIASES: gl.constexpr):
     """Keeps the rings full. Of the sharers every `parts`-th is a part's, so that all parts are near each other in
     memory, and near what is read beside them."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _ = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, _, _ = tiles
     full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     n = 0
     turn = 0
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for t in range(me, n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         i_bias = slot(turn, BIASES)
         wait_empty(bias_empty, turn, BIASES)
@@ -121,23 +132,90 @@ def _in_rows(x):
 
 
 @gluon.jit
-def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr):
+def _in_lines(x):
+    """What `_in_rows` made, as it was."""
+    x = x.reshape([4, DIM // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, DIM])
+    return gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), assert_trivial=True)
+
+
+@gluon.jit
+def _place_in_ring(n, me, chain):
+    """(first row of the ring that use n of a chain of so many programs lies in, how many uses it holds)."""
+    uses = chain * LINK
+    return (me // chain * uses + n % uses) * DIM, uses
+
+
+@gluon.jit
+def _fetcher(Ring, Done, dq_s, bars, me, slices, counts, DQ_STAGES: gl.constexpr):
+    """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
+    dq_full, _, dq_empty, _ = bars
+    _, _, _, shared, parts, _, _, len_k, n_tiles = counts
+    chain = (len_k + BLOCK - 1) // BLOCK
+    place = me % chain
+    before = Done + (me + gl.where(place == 0, chain, 0)) * APART
+    n = 0
+    for t in range(me, n_tiles, gl.num_programs(0)):
+        _piece, part, _m0, _n0 = tile_of_sum(t, slices, counts)
+        for _ in range(part, shared, parts):
+            i = slot(n, DQ_STAGES)
+            row, uses = _place_in_ring(n, me, chain)
+            wait_empty(dq_empty, n, DQ_STAGES)
+            wait_turn(before + n % PASSERS, (n + PASSERS - gl.where(place == 0, uses, 0)) // PASSERS)
+            if place > 0:
+                mbarrier.expect(dq_full.index(i), Ring.block_type.nbytes)
+                tma.async_load(Ring, [row, 0], dq_full.index(i), dq_s.index(i))
+            else:
+                mbarrier.arrive(dq_full.index(i), count=1)
+            n += 1
+
+
+@gluon.jit
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
+            DQ_STAGES: gl.constexpr):
+    """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
+    _, dq_done, dq_empty, out_empty = bars
+    _, _, _, shared, parts, _, _, len_k, n_tiles = counts
+    chain = (len_k + BLOCK - 1) // BLOCK
+    place = me % chain
+    mine = Done + (me + 1) * APART + P
+    n = 0
+    for t in range(me, n_tiles, gl.num_programs(0)):
+        piece, part, m0, _n0 = tile_of_sum(t, slices, counts)
+        for r in range(part, shared, parts):
+            if n % PASSERS == P:
+                i = slot(n, DQ_STAGES)
+                wait_full(dq_done, n, DQ_STAGES)
+                if place + 1 < chain:
+                    row, _uses = _place_in_ring(n, me, chain)
+                    tma.async_store(Ring, [row, 0], dq_s.index(i))
+                else:
+                    b, h = sharer(r, piece, counts, SHARED_HEADS)
+                    for c in gl.static_range(2):
+                        store_tile(DQ, b, h, m0 + c * HALF, 0, out_s.index(c))
+                tma.store_wait(0)
+                release(dq_empty, n, DQ_STAGES)
+                release(out_empty, n, 1)
+                pass_turn(mine, n // PASSERS + 1)
+            n += 1
+
+
+@gluon.jit
+def _consumer(DBias, tiles, bars, dq_bars, me, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
+              EVEN_N: gl.constexpr, STAGED: gl.constexpr, BIASES: gl.constexpr, DQ_STAGES: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
-    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s = tiles
+    q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s = tiles
     full, empty, bias_full, bias_empty = bars
+    dq_full, dq_done, _, out_empty = dq_bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
-    blocks = padded // BLOCK
     n = 0
     turn = 0
-    wait_for_previous(EARLY)  # which clears the sum of dQ
-    for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for t in range(me, n_tiles, gl.num_programs(0)):
         piece, part, m0, n0 = tile_of_sum(t, slices, counts)
         tile = bias_s.index(slot(turn, BIASES) * 2 + C)
         wait_full(bias_full, turn, BIASES)
@@ -171,13 +249,16 @@ def _consumer(DBias, DQ, tiles, bars, slices, counts, scale, C: gl.constexpr, SH
             dq = warpgroup_mma(ds16, k.slice(HALF, HALF, dim=0), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
-            b, h = sharer(r, piece, counts, SHARED_HEADS)
-            tma.store_wait(DQ_STAGES - 1)  # what was there last has left shared memory
-            place = slot(n, DQ_STAGES) * 2 + C
-            row = ((b * heads + h) * blocks + m0 // BLOCK) * DIM + C * (DIM // 2)
-            dq_s.index(place).store(_in_rows(dq))
+            handed = dq_s.index(slot(n, DQ_STAGES)).slice(C * (DIM // 2), DIM // 2, dim=0)
+            wait_full(dq_full, n, DQ_STAGES)
+            x = _in_rows(dq)
+            before = handed.load(x.type.layout)
+            x += gl.where(n0 > 0, before, 0.0)
+            handed.store(x)
+            wait_empty(out_empty, n, 1)
+            out_s.index(C).store((_in_lines(x) * scale).to(out_s.dtype))  # the last one's are dQ
             fence_async_shared()
-            tma.async_atomic_add(DQ, [row, 0], dq_s.index(place))
+            release(dq_done, n, DQ_STAGES)
             n += 1
         m0 += C * HALF
         if STAGED:
@@ -204,15 +285,17 @@ _COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padde
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, slices, heads, repeats, bias_heads, shared,
-                 parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
-                 STAGED: gl.constexpr, EARLY: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ.
+def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b, bias_h, slices, heads, repeats,
+                 bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
+                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr, BIASES: gl.constexpr,
+                 DQ_STAGES: gl.constexpr):
+    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ. Programs: a multiple of the blocks of keys.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. DQ: float32 [-1, 128], unscaled, pieces [16, 128] by batch, head,
-    64 queries.
+    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; number
+    1 becomes how many programs have begun, those from APART times (1 + program) on how many each of its PASSERS has
+    handed on.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -221,42 +304,64 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, DBias, bias_b, bias_h, sli
     bias_s = make_tiles(Bias, 2 * BIASES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], Delta.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2 * DQ_STAGES, DIM // 2, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, DIM, 128], Ring.layout)
+    out_s = make_tiles(DQ, 2)
     full = make_barriers(STAGES, 4)
     empty = make_barriers(STAGES, 2)
     bias_full = make_barriers(BIASES, 2)
     bias_empty = make_barriers(BIASES, 2)
+    dq_full = make_barriers(DQ_STAGES, 1)
+    dq_done = make_barriers(DQ_STAGES, 2)
+    dq_empty = make_barriers(DQ_STAGES, 1)
+    out_empty = make_barriers(1, 1)
     fence_async_shared()
+    wait_for_previous(EARLY)
     let_next(EARLY)
-    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s)
+    me = gl.atomic_add(Done + 1, 1, sem="acq_rel")  # what the kernel behind reads is there once a program has begun
+    tiles = (q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s)
     bars = (full, empty, bias_full, bias_empty)
+    dq_bars = (dq_full, dq_done, dq_empty, out_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
-        (_consumer, (DBias, DQ, tiles, bars, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, EARLY)),
-        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, slices, counts, SHARED_HEADS)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (_consumer, (DBias, tiles, bars, dq_bars, me, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, BIASES,
+                     DQ_STAGES)),
+        (_consumer, (DBias, tiles, bars, dq_bars, me, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, BIASES,
+                     DQ_STAGES)),
+        (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, me, slices, counts, SHARED_HEADS, BIASES)),
+        (_fetcher, (Ring, Done, dq_s, dq_bars, me, slices, counts, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, slices, counts, 0, SHARED_HEADS, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, slices, counts, 1, SHARED_HEADS, DQ_STAGES)),
+    ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])  # fmt: skip
 
 
 def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
-    """The launch for q, k, v, bias, dout, lse, delta, the sum of dQ, and dbias."""
+    """The launch for q, k, v, bias, dout, lse, delta, dq, the ring, the numbers of programs, and dbias."""
     n, dim = BLOCK.value, DIM.value
+    chain = -(-call.len_k // n)
+    programs = call.device.sms // chain * chain
+    assert 0 < (programs + 1) * APART.value <= NUMBERS.value
     slices, shared = sharing(call, bias)
-    tiles, parts = shares_of_sum(call, bias, call.device.sms)
+    tiles, parts = shares_of_sum(call, bias, programs)
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    biases, dq_stages = (2, 2) if chain <= 6 else (1, 4)  # buffers: in a long chain programs wait for many others
     scalars = (
         *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
         call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,
-        "EARLY": True, "num_warps": 4, "launch_pdl": True,
+        "EARLY": True, "BIASES": biases, "DQ_STAGES": dq_stages, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
-        "Bias": (n // 2, n), "DQ": (dim // 2, 128),
+        "Bias": (n // 2, n), "DQ": (n // 2, dim), "Ring": (dim, 128),
     }  # fmt: skip
     if staged:
         blocks["DBias"] = (n // 2, n)
-    return Launch(_sums_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+    return Launch(_sums_kernel, min(tiles * parts, programs), scalars, meta, _SPILL, blocks, parts)
+
+
+def ring_rows(sums: Launch) -> int:
+    """Rows of 128 numbers in the rings of all chains."""
+    return sums.programs * LINK.value * DIM.value

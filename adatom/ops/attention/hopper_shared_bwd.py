@@ -11,7 +11,8 @@ never meet. With three warps for a scheduler, one exponentiates while others wai
 lse and delta are subtracted by products, too: of a matrix of -1 with E, which has three parts in bfloat16 of each, so
 that no warp reads what lies along its columns. To 384 keys (of queries that are a multiple of 4 in number) dQ and the
 gradient of the bias come first, from hopper_shared_rows.py, which writes E, too; consumers add its parts of that
-gradient while their first tiles come. Elsewhere this kernel comes first and clears the float32 sum of dQ.
+gradient while their first tiles come. Elsewhere dQ comes first, too, but this kernel does not wait for it: it begins on
+each multiprocessor that a program of that has left, and adds the parts in the end.
 """
 
 from typing import NamedTuple
@@ -19,9 +20,8 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_bwd_feed import number_of
-from adatom.ops.attention.hopper_shared_behind import behind
-from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
-from adatom.ops.attention.hopper_shared_ends import ahead, divisor
+from adatom.ops.attention.hopper_shared_bias import DIM, ring_rows, sums_launch, widened
+from adatom.ops.attention.hopper_shared_ends import NUMBERS, ahead, divisor
 from adatom.ops.attention.hopper_shared_rows import rows_launch
 from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
@@ -45,6 +45,7 @@ from adatom.tiles.hopper import (
     wait_empty,
     wait_for_previous,
     wait_full,
+    wait_turn,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -77,15 +78,15 @@ def _tell(number_s, i, x):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
-              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr):
-    """Keeps the rings full, and clears a share of the sum of dQ with each tile. Beyond the last sharer, the last one
-    comes again. Takes the next tile that no program took, and tells the consumers its number. Of what it reads, only E
-    and Taken come from the kernel before."""
+def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
+              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr,
+              FRESH: gl.constexpr):
+    """Keeps the rings full. Beyond the last sharer, the last one comes again. Takes the next tile that no program took,
+    and tells the consumers its number. FRESH: of what it reads, E and Taken come from the kernel before."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
-    bias_b, bias_h, n_pieces = several
+    bias_b, bias_h = several
     n = 0
     turn = 0
     t = gl.program_id(0)
@@ -113,8 +114,11 @@ def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars,
                 load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
                 load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
             if n == 0:
-                wait_for_previous(EARLY)
-                let_next(EARLY)  # which begins to read what was there before this kernel
+                if FRESH:
+                    wait_for_previous(EARLY)
+                    let_next(EARLY)  # which begins to read what was there before this kernel
+                else:
+                    wait_turn(Taken + 1, 1)  # a program of the kernel before has begun, after what that waited for
             if m0 == 0:
                 following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
             for c in gl.static_range(SHARERS):
@@ -122,21 +126,21 @@ def _producer(Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars,
                 row = (b * heads + h) * padded + m0
                 load_tile(E, 0, 0, row, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
-        for at in range(t, n_pieces, n_tiles):
-            tma.async_store(Sum, [at * (DIM // 2), 0], zeros_s)
         turn += 1
         t = following
     wait_empty(kv_empty, turn, KV_STAGES)
     _tell(number_s, slot(turn, KV_STAGES) * TOLD, n_tiles)  # no tile's: the end
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
-    tma.store_wait(0)
+    if not FRESH:
+        wait_for_previous(EARLY)
+        let_next(EARLY)
 
 
 @gluon.jit
-def _add_parts(Parts, Whole, quarter, parts, first, stride):
-    """Pieces first, first + stride .. of the sum of float32 (parts, 4 quarter), in order."""
+def _add_parts(Parts, Whole, units, parts, first, stride, UNIT: gl.constexpr):
+    """Pieces first, first + stride .. of the sum of float32 (parts, UNIT units), in order."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    n = quarter * 4
+    n = units * UNIT
     for start in range(first * PIECE, n, stride * PIECE):
         i = start + gl.arange(0, PIECE, FLAT)
         x = gl.zeros([PIECE], gl.float32, FLAT)
@@ -161,9 +165,9 @@ def _scores(left, right, ones, lines):
 
 
 @gluon.jit
-def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, C: gl.constexpr,
+def _consumer(DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, C: gl.constexpr,
               SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-              ADD: gl.constexpr, EARLY: gl.constexpr):
+              ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
@@ -175,9 +179,9 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
     unit = scale * LOG2E
     n = 0
     turn = 0
-    if ADD:  # while the first tiles are on their way
+    if ADD > 0 and FRESH:  # while the first tiles are on their way
         wait_for_previous(EARLY)
-        _add_parts(Parts, DBias, quarter, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS)
+        _add_parts(Parts, DBias, units, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS, ADD)
     wait_full(kv_full, turn, KV_STAGES)
     t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     while t < n_tiles:
@@ -185,7 +189,7 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
         v_tile = v_s.index(slot(turn, KV_STAGES) * SHARERS + C)
         k = k_tile
         v = v_tile
-        if SHARERS == 2:  # there are registers for both
+        if SHARERS == 2 or LOAD == PART:  # there are registers for both
             k = k_tile.load(gl.DotOperandLayout(0, S, 2))
             v = v_tile.load(gl.DotOperandLayout(0, S, 2))
         dk = gl.zeros([KEYS, DIM], gl.float32, GRAD)
@@ -230,25 +234,29 @@ def _consumer(DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 
         wait_full(kv_full, turn, KV_STAGES)
         t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     tma.store_wait(0)
+    if ADD > 0 and not FRESH:
+        wait_for_previous(EARLY)
+        _add_parts(Parts, DBias, units, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS, ADD)
 
 
 _COUNTS = [
-    "n_pieces", "quarter", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
+    "units", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
     "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_b, bias_h, n_pieces, quarter, parts,
+def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bias_h, units, parts,
                  heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
                  SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-                 ADD: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
-    """dK and dV of tiles of 64 keys of a few sharers. Sum: that of dQ, n_pieces of [16, 128], which become 0.
+                 ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr):
+    """dK and dV of tiles of 64 keys of a few sharers.
 
     E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
     delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
     `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
-    Taken: int32, 0. ADD: DBias, of 4 quarter elements, becomes the sum of so many Parts.
+    Taken: int32, 0. ADD, if not 0: DBias, of ADD units elements, becomes the sum of so many Parts, which the kernel
+    before writes. FRESH: it writes E and Taken, too.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -262,8 +270,6 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_
     ones_s.index(0).store(gl.where(column < 3, -1.0, 0.0).to(E.dtype))
     ones_s.index(1).store(gl.where(column >= 3, -1.0, 0.0).to(E.dtype))
     number_s = gl.allocate_shared_memory(gl.int32, [KV_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    zeros_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 128], Sum.layout)
-    zeros_s.store(gl.zeros([DIM // 2, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])))
     full = make_barriers(STAGES, 1 + 3 * SHARERS)
     empty = make_barriers(STAGES, SHARERS)
     kv_full = make_barriers(KV_STAGES, 2 * SHARERS)
@@ -272,26 +278,26 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, Sum, DK, DV, Taken, Parts, DBias, bias_
     tiles = (q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s)
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
-    several = (bias_b, bias_h, n_pieces)
+    several = (bias_b, bias_h)
     if SHARERS == 2:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_consumer, (DK, DV, Parts, DBias, quarter, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY)),
-            (_producer, (Q, K, V, DOut, E, Bias, Sum, Taken, zeros_s, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
+                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -305,75 +311,71 @@ CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers of 128 queries, registe
 class Launches(NamedTuple):
     """The launches of one backward, and the sizes of what they share."""
 
-    before: launch.Launch | None  # None: what gives dQ does its work, and that of the kernel behind
+    before: launch.Launch | None  # None: what gives dQ does its work
     keys: Launch
     sums: Launch
-    behind: launch.Launch | None
     blocks: int  # of 128 queries, of all heads
 
 
 def _launches(
-    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, dlse: bool
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool
 ) -> Launches:  # fmt: skip
     call = Call(x, o)
     assert x.bias is not None
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
-    before, after = None, None
+    before = None
     if call.len_k <= _WHOLE and call.len_q % 4 == 0:
         sums = rows_launch(call, x.bias, n_m * m, dlse)
     else:
         before = ahead(call, m, out, dout, dlse)
         sums = sums_launch(call, x.bias, n_m * m)
-        after = behind(call, n_blocks * 2, dq, x.bias, sums.parts)
     slices, shared = sharing(call, x.bias)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
-    load = m if after else m // 2  # queries of a buffer: few where heads are short
+    unit = 4 if x.bias.numel() % 4 == 0 else 1  # so that 16 bytes are read at once
+    load = m if before else m // 2  # queries of a buffer: few where heads are short
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
     scalars = (
-        *several_of(call), n_blocks * 2 if after else 0, x.bias.numel() // 4, sums.parts, call.heads, call.repeats,
+        *several_of(call), x.bias.numel() // unit, sums.parts, call.heads, call.repeats,
         x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load,
-        "ADD": after is None and sums.parts > 1, "EARLY": True,
+        "ADD": unit if sums.parts > 1 else 0, "EARLY": True, "FRESH": before is None,
         "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (load, dim), "K": (n, dim), "V": (n, dim), "DOut": (load, dim), "E": (load, LINE.value),
-        "Bias": (load, n), "Sum": (dim // 2, 128), "DK": (n, dim), "DV": (n, dim),
+        "Bias": (load, n), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, min(n_tiles, sms), scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums, after, n_blocks)
+    return Launches(before, keys, sums, n_blocks)
 
 
 def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias, None. dq of many keys is summed in an order that varies from run to run."""
+    """dq, dk, dv, dbias, None, which repeat bit for bit."""
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
     out, dout = (t if suits_tma(t) else t.contiguous() for t in (out, dout))
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dq, dlse is not None))
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None))
     e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
-    taken = empty((1,), lse, torch.int32)
+    numbers = empty((NUMBERS.value if plan.before else 1,), lse, torch.int32)
     dbias = empty(tuple(bias.shape), bias)
     parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
-    if plan.before is None or plan.behind is None:
-        words, numbers = e.view(torch.int32), e.view(torch.float32).view(-1, 128)
-        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, words, taken, dq, parts)
-        plan.keys(x.q, x.k, x.v, dout, e, bias, numbers, dk, dv, taken, parts, dbias)  # has no sum of dQ to clear
-        return dq, dk, dv, dbias, None
-    rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
-    total = empty((plan.blocks * BLOCK_M.value * DIM.value // 128, 128), lse)
-    plan.before(out, dout, lse, dlse, rows, delta, e, taken)
-    plan.keys(x.q, x.k, x.v, dout, e, bias, total, dk, dv, taken, None, None)  # clears the sum of dQ
-    plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, total, parts)
-    plan.behind(total, dq, parts, dbias)
+    if plan.before is None:
+        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), numbers, dq, parts)
+    else:
+        rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
+        ring = empty((ring_rows(plan.sums), 128), lse)
+        plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
+        plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers, parts)
+    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, parts, dbias)
     return dq, dk, dv, dbias, None

@@ -13,6 +13,7 @@ from adatom.tiles.triton import LOG2E, after_previous, at, load_tile
 # a query with lse as far from 0 sees nothing but keys masked by a finite bias, as -1e9: lse is too coarse for its P
 FAR = tl.constexpr(1048576.0)
 LARGEST = tl.constexpr(1e38)
+NUMBERS = tl.constexpr(2048)  # words that programs of the kernels behind count in
 
 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
@@ -21,12 +22,12 @@ def _ahead_kernel(Out, DOut, Lse, DLse, Rows, Delta, E, Taken, stride_ob, stride
                   DLSE: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of a block of queries: delta, and lse in log2 units (Rows), +inf for a query that does not exist or sees nothing.
     E: eight columns, three parts of lse in units of a product of q and k, `inverse` of log2 units, and three of delta.
-    Taken: becomes 0.
+    Taken: NUMBERS of them become 0.
     """
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     if pid == 0:
-        tl.store(Taken, 0)
+        tl.store(Taken + tl.arange(0, NUMBERS), 0)
     bh = pid // n_m
     m0 = (pid - bh * n_m) * BLOCK_M
     b = bh // heads
@@ -64,7 +65,7 @@ def divisor(call: Call) -> float:
 
 
 def ahead(call: Call, block_m: int, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> Launch:
-    """The launch for out, dout, lse, dlse, the rows of lse and delta, E, and a counter."""
+    """The launch for out, dout, lse, dlse, the rows of lse and delta, E, and NUMBERS counters."""
     n_m = -(-call.len_q // block_m)
     strides = *call.strides(out), *call.strides(dout)
     scalars = (*strides, call.heads, call.len_q, n_m, 1 / (divisor(call) * LOG2E.value))

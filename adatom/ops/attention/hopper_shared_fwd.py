@@ -9,9 +9,9 @@ some exponentiate while others wait for their products, without any order among 
 
 What is subtracted from all scores of a row is, in bfloat16, the largest bias of its first 64 keys, so that a bias is
 ready before its products are; in float16, their largest score. So nothing need be scaled anew: P of 16 bits and float32
-sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did not, or a row saw
-nothing, its program does all of its tiles again with running maxima. Which of the two a row's numbers come from does
-not vary from run to run.
+sums hold what is 2**15 (float16) or 2**100 (bfloat16) times larger. Where a sum says that they did not, or P V is not
+finite, or a row saw nothing, its program does all of its tiles again with running maxima. Which of the two a row's
+numbers come from does not vary from run to run.
 """
 
 import torch
@@ -134,7 +134,7 @@ def _leave(q_empty, turn):
 @gluon.jit
 def _sums(p):
     """By row, of what a thread holds."""
-    return gl.sum(gl.sum(p.reshape([HALF, HALF // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([HALF, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -255,6 +255,8 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     release(empty, n, STAGES)
                     n += 1
+                if not EXACT and not OF_SCORES:  # P V of large values may be infinite where no sum is: then 0 * P V
+                    l += gl.convert_layout(_sums(acc * 0.0), l.type.layout, assert_trivial=True)
                 l = gl.convert_layout(gl.sum(l, 1), ROWS)
                 if not EXACT:
                     unfit |= gl.where((l >= LEAST) & (l < MOST), 0, 1)

@@ -6,8 +6,9 @@
 A program owns 64 queries and all keys, each of two consumer warpgroups half of the keys. The sum of dS stays in
 registers while a producer warp brings what belongs to one sharer after the other. A query comes once, so that delta is
 summed here, and what the kernel of dK and dV wants of lse and delta is written here, and dQ is complete: one consumer
-gives the other what it has of it. Where tiles are too few for the GPU, several programs share the sum of dbias, and
-the kernel of dK and dV adds their parts. All results repeat bit for bit.
+gives the other what it has of it, which adds that when it has begun with the next sharer. Where tiles are too few for
+the GPU, several programs share the sum of dbias, and the kernel of dK and dV adds their parts. All results repeat bit
+for bit.
 """
 
 import torch
@@ -92,6 +93,21 @@ def _product(x, y):
 
 
 @gluon.jit
+def _write_dq(DQ, dq, b, h, m0, n, scale, tiles, bars):
+    """Begin to write dQ of use n, the sum of what both consumers have of it."""
+    _, _, _, _, _, _, _, dq_s, sum_s = tiles
+    _, _, _, _, dq_full, dq_empty = bars
+    wait_full(dq_full, n, 1)
+    dq += sum_s.load(dq.type.layout)
+    tma.store_wait(0)  # what was there last has left shared memory
+    gl.barrier()
+    release(dq_empty, n, 1)
+    dq_s.store((dq * scale).to(dq_s.dtype))
+    fence_async_shared()
+    store_tile(DQ, b, h, m0, 0, dq_s)
+
+
+@gluon.jit
 def _cut(x):
     """x to 8 bits, those of a bfloat16 in the upper half of a word; what is left."""
     bits = x.to(gl.int32, bitcast=True) & -65536
@@ -134,8 +150,12 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
     HELD: gl.constexpr = PIECES == 2
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
+    dq = zeros
     n = 0
     turn = 0
+    b = turn
+    h = turn
+    written = turn
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0 = _tile(t, slices, counts)
         wait_full(bias_full, turn, 1)
@@ -153,6 +173,10 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
             do = do_s.index(i)
             s = _product(q, k_s.index(first))
             dp = _product(do, v_s.index(first))
+            if C == 0:
+                if n > 0:  # dQ of the sharer before: the other consumer need not be waited for any more
+                    _write_dq(DQ, dq, b, h, written, n - 1, scale, tiles, bars)
+            written = m0
             b, h = sharer(r, piece, counts, SHARED_HEADS)
             head = b * heads + h
             rows = m0 + gl.arange(0, HALF, ROWS)
@@ -164,7 +188,6 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
                 delta -= gl.load(DLse + head.to(gl.int64) * len_q + rows, mask=rows < len_q, other=0.0)
             if C == 1:
                 _write_line(E, head.to(gl.int64) * padded + rows, lse, delta, inverse)
-            dq = zeros
             for j in gl.static_range(PIECES):
                 if j == 0:  # S, dP
                     s = warpgroup_mma_wait(1, deps=(s,))
@@ -205,15 +228,6 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
                 sum_s.store(dq)
                 gl.barrier()
                 release(dq_full, n, 1)
-            else:
-                wait_full(dq_full, n, 1)
-                dq += sum_s.load(GRAD)
-                tma.store_wait(0)  # what was there last has left shared memory
-                gl.barrier()
-                release(dq_empty, n, 1)
-                dq_s.store((dq * scale).to(dq_s.dtype))
-                fence_async_shared()
-                store_tile(DQ, b, h, m0, 0, dq_s)
             n += 1
         for j in gl.static_range(PIECES):
             if j == 0:
@@ -240,6 +254,9 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
             gl.barrier()
         release(bias_empty, turn, 1)
         turn += 1
+    if C == 0:
+        if n > 0:
+            _write_dq(DQ, dq, b, h, written, n - 1, scale, tiles, bars)
     tma.store_wait(0)
 
 

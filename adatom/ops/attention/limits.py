@@ -190,7 +190,9 @@ def hopper_deep_fwd(p: Problem) -> str | None:
 
 
 def _shared_bias(p: Problem, least: int) -> str | None:
-    """A full bias that many share, `least` batch elements or more, to head_dim 32: sm_90, what TMA reads, no masks."""
+    """A full bias that many share, `least` batch elements or more, to head_dim 32: sm_90, what TMA reads, no masks.
+
+    p.batch is rounded up: of `least` a little more than half will do, for which the kernels are as right."""
     if p.device.kind != "cuda" or p.device.arch != 90:
         return "needs a Hopper GPU (sm_90)"
     if p.bias != "full" or p.bias_dtype != p.dtype or not p.bias_shared:
@@ -235,8 +237,8 @@ def hopper_shared_bwd(p: Problem) -> str | None:
         return why
     if not p.bias_grad:
         return "makes dQ along with the gradient of the bias, which nobody wants"
-    if p.deterministic and max(p.seqlen_q, p.seqlen_k) > 256:  # to 384 keys it is, but lengths are rounded up
-        return "adds to dQ in any order, but for 256 queries and keys"
+    if p.seqlen_k > (most := 32 * p.device.sms):  # a quarter of the multiprocessors hand dQ on to each other
+        return f"is for {most} keys or fewer; got {p.seqlen_k}"
     return None
 
 

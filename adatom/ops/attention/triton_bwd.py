@@ -60,7 +60,7 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 Q_CONFIGS: Configs = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 3),
+        ("half bias", 32): Config(64, 32, 4, 3),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
         ("half", 128): Config(128, 64, 8, 3, tma=True),
         ("half", 256): Config(128, 64, 8, 1, tma=True),
@@ -461,10 +461,10 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     kind, shared = bias_grad(x, wanted)
     dq, delta, lse2, dbias = _q_pass(x, o, out, lse, dout, dlse, kind == FULL.value and not shared)
-    dk, dv, colsum = _kv_pass(x, o, lse2, dout, delta, kind == KEY.value)
-    if shared:
+    if shared:  # before dk and dv take the memory that parts of its sum had
         dbias = _bias_pass(x, o, x.bias, lse2, dout, delta)  # type: ignore[arg-type]
-    elif kind == KEY.value:
+    dk, dv, colsum = _kv_pass(x, o, lse2, dout, delta, kind == KEY.value)
+    if kind == KEY.value:
         dbias = reduce_to(colsum, x.bias)  # type: ignore[arg-type]
     elif kind == QUERY.value:
         dbias = query_bias_grad(x, lse, delta, dlse)

@@ -13,6 +13,7 @@ from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse,
 from adatom.ops.attention.triton_call import (
     LOW_TILES,
     NO_SPECIALIZE,
+    Blocks,
     Call,
     Config,
     Configs,
@@ -21,6 +22,7 @@ from adatom.ops.attention.triton_call import (
     plain,
     remembered,
 )
+from adatom.ops.attention.triton_parts import dot_parts, in_parts, in_tiles, load_parts, pay, turned, unit_of
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import (
     LOG2E,
@@ -35,8 +37,11 @@ from adatom.tiles.triton import (
     load_tile,
     locate,
     probabilities,
+    product,
     row_at,
     row_of_scores,
+    scale_of,
+    split,
     store_tile,
     tangent_of,
 )
@@ -71,11 +76,20 @@ TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
 TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES
+# Where keys and values come in parts (triton_parts.py).
+PARTS_CONFIGS: Configs = {
+    90: {
+        ("tf32 bias", 64): Config(64, 64, 4, 2, tma=True),
+        ("tf32", 64): Config(64, 64, 4, 3, tma=True),
+        ("tf32x3 bias", 64): Config(128, 64, 8, 2, tma=True),
+        ("tf32x3", 64): Config(128, 64, 8, 3, tma=True),
+    },
+}
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, DDQ, DDK, DDV, DDBias, DDSinks,
-                    DDOut, G, U, Delta,
+                    Parts, Units, DDOut, G, U, Delta,
                     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
                     stride_cqb, stride_cqh, stride_cqm, stride_ckb, stride_ckh, stride_ckn,
@@ -87,8 +101,10 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
                     RIGHT: tl.constexpr, SINKS: tl.constexpr, DDSINKS: tl.constexpr, LENS: tl.constexpr,
                     VARLEN: tl.constexpr, ALIGNED: tl.constexpr, SECOND: tl.constexpr, DLSE: tl.constexpr,
                     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                    EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes."""
+                    PARTS: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr):
+    """ddO and g of a block of queries: the tangents of out and lse. SECOND: also u and delta, for the other passes.
+    PARTS: keys, values and their tangents come in parts (triton_parts.py)."""
     after_previous(EARLY)
     row_length = len_q
     keys = row_of_scores(len_k, ALIGNED)
@@ -121,6 +137,14 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
     q = load_tile(Q, b, h, m0, stride_qm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
     ddq = load_tile(DDQ, b, h, m0, stride_cqm, len_q, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_M, TMA, PIECE)
     lse = load_lse(Lse + row, b, h, m0, len_q, BLOCK_M, BIAS, EVEN_M, False)
+    if PARTS:
+        lse -= 14.0  # P is multiplied by 2^14, which fills float16, and divided by its sum
+        q_parts, q_unit = in_parts(q)
+        ddq_parts, ddq_unit = in_parts(ddq)
+        n_blocks = tl.cdiv(len_k, BLOCK_N)
+        bhk = b * kv_heads + hk
+        Units += bhk * n_blocks
+        n_units = n_heads // heads * kv_heads * n_blocks  # of each tensor
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     g = tl.zeros((BLOCK_M,), tl.float32)
     gr = tl.zeros((BLOCK_M,), tl.float32)
@@ -135,25 +159,51 @@ def _tangent_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse, DOut, DLse, 
             gr += of_sink
     for n0 in range(begin, end, BLOCK_N):
         cut = (n0 < whole_begin) | (n0 >= whole_end)
-        k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
-        ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
-        raw = dot(q, k, None, PRECISION, True)
-        raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
+        if PARTS:
+            at_tile = Units + n0 // BLOCK_N
+            k_unit = tl.load(at_tile)
+            ddk_unit = tl.load(at_tile + n_units)
+            v_unit = tl.load(at_tile + 2 * n_units)
+            ddv_unit = tl.load(at_tile + 3 * n_units)
+            k = turned(load_parts(Parts, 0, bhk, n0, BLOCK_N, BLOCK_D, PRECISION))
+            ddk = turned(load_parts(Parts, 1, bhk, n0, BLOCK_N, BLOCK_D, PRECISION))
+            raw = dot_parts(q_parts, k, PRECISION)
+            raw_unit = unit_of(q_unit, k_unit) * scale
+            raw_tangent = dot_parts(ddq_parts, k, PRECISION) * (unit_of(ddq_unit, k_unit) * scale)
+            raw_tangent += dot_parts(q_parts, ddk, PRECISION) * (unit_of(q_unit, ddk_unit) * scale)
+            tangent_unit = 1.0
+        else:
+            k = load_tile(K, b, hk, n0, stride_kn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+            ddk = load_tile(DDK, b, hk, n0, stride_ckn, len_k, BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_N, TMA, PIECE)
+            raw = dot(q, k, None, PRECISION, True)
+            raw_tangent = dot(q, ddk, dot(ddq, k, None, PRECISION, True), PRECISION, True)
+            raw_unit = scale
+            tangent_unit = scale
         bias = load_bias(Bias, i, j, m0, n0, stride_bm, stride_bn, len_q, keys, BIAS, EVEN_M, EVEN_N)
-        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, scale, softcap,
-                             BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
-        ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
-        tangent, _ = tangent_of(raw_tangent, t, ddbias, scale, SOFTCAP)
+        p, t = probabilities(raw, lse[:, None], bias, m0 + i, n0 + j, cut, len_k, offset, left, right, raw_unit,
+                             softcap, BIAS, SOFTCAP, LEFT, RIGHT, LEFT or RIGHT or not EVEN_N)
+        if DDBIAS != NONE or SOFTCAP:
+            ddbias = load_bias(DDBias, i, j, m0, n0, stride_cm, stride_cn, len_q, keys, DDBIAS, EVEN_M, EVEN_N)
+            tangent, _ = tangent_of(raw_tangent, t, ddbias, tangent_unit, SOFTCAP)
+        else:
+            tangent = raw_tangent * tangent_unit
         pg = p * tangent
         g += tl.sum(pg, 1)
         l += tl.sum(p, 1)
-        v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
-        ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
-        acc = dot(p.to(v.dtype), ddv, acc, PRECISION, UNIT=True)
-        pg = pg.to(v.dtype)
-        if v.dtype != tl.float32:  # what the product below sums: it cancels against g O where one key has it all
-            gr += tl.sum(pg.to(tl.float32), 1)
-        acc = dot(pg, v, acc, PRECISION)
+        if PARTS:
+            ddv = load_parts(Parts, 3, bhk, n0, BLOCK_N, BLOCK_DV, PRECISION)
+            acc += dot_parts(split(p), ddv, PRECISION) * ddv_unit
+            scale_pg, pg_unit = scale_of(tl.max(tl.abs(pg), 1))
+            v = load_parts(Parts, 2, bhk, n0, BLOCK_N, BLOCK_DV, PRECISION)
+            acc += dot_parts(split(pg * scale_pg[:, None]), v, PRECISION) * product(pg_unit, v_unit)[:, None]
+        else:
+            v = load_tile(V, b, hk, n0, stride_vn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
+            ddv = load_tile(DDV, b, hk, n0, stride_cvn, len_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, EVEN_N, TMA, PIECE)
+            acc = dot(p.to(v.dtype), ddv, acc, PRECISION, UNIT=True)
+            pg = pg.to(v.dtype)
+            if v.dtype != tl.float32:  # what the product below sums: it cancels against g O where one key has it all
+                gr += tl.sum(pg.to(tl.float32), 1)
+            acc = dot(pg, v, acc, PRECISION)
     o = load_tile(Out, b, h, m0, stride_om, len_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, EVEN_M, False, PIECE).to(tl.float32)
     l = tl.where(l == 0.0, 1.0, l)
     g = g / l
@@ -190,6 +240,9 @@ def _launch(
     call = Call(x, o)
     config = pick("tangent", TANGENT_CONFIGS, call)
     tma = call.use_tma(config, x.q, x.k, x.v, d.q, d.k, d.v)
+    parts = pay(call, tma)
+    if parts:
+        config = pick("tangent of parts", PARTS_CONFIGS, call)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(out),
         *call.strides(out if dout is None else dout), *call.strides(d.q), *call.strides(d.k), *call.strides(d.v),
@@ -197,10 +250,14 @@ def _launch(
     )  # fmt: skip
     meta = call.constexprs(
         config, DDBIAS=call.meta["BIAS"] if d.bias is not None else 0, SINKS=x.sinks is not None,
-        DDSINKS=d.sinks is not None, SECOND=dout is not None, DLSE=dlse, TMA=tma,
+        DDSINKS=d.sinks is not None, SECOND=dout is not None, DLSE=dlse, TMA=tma, PARTS=parts,
     )  # fmt: skip
     m, n = config.block_m, config.block_n
-    blocks = {"Q": m, "DDQ": m, "K": n, "V": n, "DDK": n, "DDV": n} if tma else {}
+    blocks: Blocks = {"Q": m, "DDQ": m} if tma else {}
+    if parts:
+        blocks["Parts"] = n, call.meta["BLOCK_D"]
+    elif tma:
+        blocks |= {"K": n, "V": n, "DDK": n, "DDV": n}
     return Launch(_tangent_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
 
 
@@ -212,9 +269,10 @@ def tangent_pass(
     ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
     u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
     launch = remembered(x, "tangent", lambda: _launch(x, o, d, out, dout, dlse is not None, ddout))
+    parts, units = in_tiles(x, o, d.k, d.v, launch.meta["BLOCK_N"]) if launch.meta["PARTS"] else (None, None)
     launch(
         x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse,
-        d.q, d.k, d.v, d.bias, d.sinks, ddout, g, u, delta,
+        d.q, d.k, d.v, d.bias, d.sinks, parts, units, ddout, g, u, delta,
     )  # fmt: skip
     return ddout, g, u, delta
 

@@ -27,6 +27,7 @@ class Case(NamedTuple):
         may name an expert twice.
     narrow: weights of x's dtype instead of float32 (float64 of float64). layout: "" for contiguous tensors, "x" and "w"
         for an x and experts cut out of larger ones, "t" for experts stored transposed. int32: of indices, else int64.
+    small: values of act(gate) * up near the smallest that float16 holds; w_down is as much larger.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     narrow: bool = False
     layout: str = ""
     int32: bool = False
+    small: bool = False
 
     @property
     def op(self) -> str:
@@ -80,8 +82,8 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
         drawn = torch.empty(shape, device=where, dtype=draw).normal_(generator=random)
         return drawn.mul_(scale).to(device, case.dtype)
 
-    def experts(rows: int, columns: int) -> torch.Tensor:
-        scale, more = max(columns, 1) ** -0.5, 8 if "w" in case.layout else 0
+    def experts(rows: int, columns: int, by: float = 1.0) -> torch.Tensor:
+        scale, more = by * max(columns, 1) ** -0.5, 8 if "w" in case.layout else 0
         if "t" in case.layout:
             return normal(case.experts, columns, rows, scale=scale).mT
         return normal(case.experts, rows, columns + more, scale=scale)[..., more:]
@@ -91,13 +93,13 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     weights = weights / weights.sum(1, keepdim=True)
     more = 8 if "x" in case.layout else 0
     given: dict[str, Any] = {
-        "x": normal(*case.lead, case.hidden + more)[..., more:],
+        "x": normal(*case.lead, case.hidden + more, scale=0.005 if case.small else 1.0)[..., more:],
         "weights": weights.to(device, case.dtype if case.narrow or case.dtype == F64 else F32).view(
             *case.lead, case.top_k
         ),
         "indices": indices.to(device, torch.int32 if case.int32 else torch.int64).view(*case.lead, case.top_k),
         "w_gate_up": experts(2 * case.intermediate, case.hidden),
-        "w_down": experts(case.hidden, case.intermediate),
+        "w_down": experts(case.hidden, case.intermediate, 1000.0 if case.small else 1.0),
     }
     if case.activation != "silu":
         given["activation"] = case.activation
@@ -200,6 +202,7 @@ GPU: tuple[Case, ...] = (
     _case("bf16 none 2 tokens twice", 2, 512, 256, 4, 4, BF16, "none", recompute=True, routing="twice", int32=True),
     _case("bf16 2 tokens dropped", 2, 512, 256, 16, 8, BF16, recompute=True, routing="none"),
     _case("f16 one token widest", 1, 72, 6656, 4, 1, F16, recompute=True),
+    *(_case(f"f16 small {n} tokens", n, 512, 264, 16, 8, F16, recompute=True, small=True) for n in (2, 40)),
     _case("f16 strides large", 1200, 512, 256, 8, 2, F16, layout="xw"),
     _case("f32 large", 1000, 264, 520, 8, 2, F32),
     _case("f32 recompute large", 700, 264, 520, 8, 2, F32, "gelu", recompute=True, routing="skewed"),

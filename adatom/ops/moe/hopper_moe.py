@@ -28,7 +28,8 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None, T
     lines = lines_of(offsets, x.pairs, rows_of(x.pairs, x.experts))
     wide = x.w_down.shape[2]
     a, pre = x.x.new_empty(x.pairs, wide), x.x.new_empty(x.pairs, 2 * wide) if keep else None
-    if any(x.pairs < rows * x.experts and wide <= most for rows, most in GATHERED):
+    near = x.x.shape[0] * x.x.stride(0) < 2**34  # rows are found by 32 bits, in units of 8
+    if near and any(x.pairs < rows * x.experts and wide <= most for rows, most in GATHERED):
         product(x.x, x.w_gate_up, a, lines, 0, act=o.activation, pre=pre, order=order, top_k=x.top_k)
     else:
         product(spread(x.x, places, offsets), x.w_gate_up, a, lines, 0, act=o.activation, pre=pre)

@@ -70,11 +70,10 @@ def _fetch(n, W, Indices, gate_s, up_s, experts, stride_e, stride_j, K: gl.const
 
 
 @gluon.jit(do_not_specialize=["experts"])
-def _gate_kernel(X, W, Indices, Weights, A, experts, stride_x, stride_e, stride_j, stride_t, stride_w,
-                 K: gl.constexpr, N: gl.constexpr, LONG: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr,
-                 TOP_K: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
-                 WARPS: gl.constexpr):
-    """A (pairs, LONG), its first N columns: weight * act(gate) * up of each pair, by its number; 0 if it is dropped."""
+def _gate_kernel(X, W, Indices, A, experts, stride_x, stride_e, stride_j, K: gl.constexpr, N: gl.constexpr,
+                 LONG: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr,
+                 WIDE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+    """A (pairs, LONG), its first N columns: act(gate) * up of each pair, by its number; anything if it is dropped."""
     COPIES: gl.constexpr = gl.BlockedLayout([ROWS // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // WARPS, 4], [1, 32], [WARPS, 1], [1, 0])  # of two numbers each
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -95,8 +94,6 @@ def _gate_kernel(X, W, Indices, Weights, A, experts, stride_x, stride_e, stride_
         pair = u // BLOCKS
         token = pair // TOP_K
         row = (X + token.to(gl.int64) * stride_x).to(gl.pointer_type(gl.int32), bitcast=True)
-        e = gl.load(Indices + pair)
-        weight = gl.load(Weights + token.to(gl.int64) * stride_t + pair % TOP_K * stride_w).to(gl.float32)
         gates = gl.zeros([ROWS, WIDE // 2], gl.float32, LAYOUT)
         ups = gl.zeros([ROWS, WIDE // 2], gl.float32, LAYOUT)
         for step in range((K + WIDE - 1) // WIDE):
@@ -111,7 +108,7 @@ def _gate_kernel(X, W, Indices, Weights, A, experts, stride_x, stride_e, stride_
                    STAGES, COPIES)
             n += 1
         value, _ = value_and_slope(gl.sum(gates, 1), ACT)
-        a = gl.where((e >= 0) & (e < experts), value * gl.sum(ups, 1) * weight, 0.0)
+        a = value * gl.sum(ups, 1)
         j = u % BLOCKS * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         gl.store(A + pair * LONG + j, a.to(A.dtype.element_ty), mask=j < N)
 
@@ -155,11 +152,11 @@ def _copy(w_s, rows, Indices, experts, stride_e, j, k, begin, end, K: gl.constex
 
 
 @gluon.jit(do_not_specialize=["experts", "early", "turns"])
-def _down_kernel(A, W, Indices, Out, Order, Offsets, Places, experts, stride_e, stride_j, early, turns,
-                 K: gl.constexpr, N: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr,
-                 NARROW: gl.constexpr, TURN: gl.constexpr):
-    """Out (tokens, N): the sum over a token's pairs of A W[e]^T; dropped ones add nothing. The last program orders the
-    pairs.
+def _down_kernel(A, W, Indices, Weights, Out, Order, Offsets, Places, experts, stride_e, stride_j, stride_t, stride_w,
+                 early, turns, K: gl.constexpr, N: gl.constexpr, PAIRS: gl.constexpr, TOP_K: gl.constexpr,
+                 ROWS: gl.constexpr, NARROW: gl.constexpr, TURN: gl.constexpr):
+    """Out (tokens, N): the sum over a token's pairs of weight * A W[e]^T; dropped ones add nothing. The last program
+    orders the pairs.
 
     A box holds some columns of a pair's rows; in a turn, each of TURN warps copies and multiplies one. turns: how many
     there are, of which `early` are asked for first; not constants, so that loops stay loops.
@@ -186,19 +183,24 @@ def _down_kernel(A, W, Indices, Out, Order, Offsets, Places, experts, stride_e, 
         rows = W + gl.minimum(j, N - 1).to(gl.int64) * stride_j + k
         _copy(w_s, rows, Indices, experts, stride_e, j, k, 0, early, K, N, TOP_K, COPIED)
         let_next(True)
+        box = gl.arange(0, TURN, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
+        weights = ()  # of each turn's boxes, and whether these are of a pair that has an expert
+        for t in gl.static_range(TURNS):
+            pair = gl.minimum((t * TURN + box) // CHUNKS, TOP_K - 1)
+            e = gl.load(Indices + pair)
+            there = (t * TURN + box < TOP_K * CHUNKS) & (e >= 0) & (e < experts)
+            weight = gl.load(Weights + token.to(gl.int64) * stride_t + pair * stride_w, mask=there, other=0.0)
+            weights = weights + (weight.to(gl.float32), there)
         wait_for_previous(True)
         words = (A + token * (TOP_K * CHUNKS * NARROW)).to(gl.pointer_type(gl.int32), bitcast=True)
-        box = gl.arange(0, TURN, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
         column = gl.arange(0, NARROW // 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
         values = ()
         for t in gl.static_range(TURNS):
             boxes = t * TURN + box
-            at = words + (boxes * (NARROW // 2) + column)
-            if K % NARROW == 0 and TOP_K * CHUNKS % TURN == 0:
-                values = values + (gl.load(at),)
-            else:
-                mask = (boxes < TOP_K * CHUNKS) & (boxes % CHUNKS * (NARROW // 2) + column < K // 2)
-                values = values + (gl.load(at, mask=mask, other=0),)
+            mask = weights[2 * t + 1]
+            if K % NARROW != 0:
+                mask &= boxes % CHUNKS * (NARROW // 2) + column < K // 2
+            values = values + (gl.load(words + (boxes * (NARROW // 2) + column), mask=mask, other=0),)
         _copy(w_s, rows, Indices, experts, stride_e, j, k, early, turns, K, N, TOP_K, COPIED)
         boxes_s = w_s.reinterpret(gl.int32, [TURNS, TURN, ROWS, NARROW // 2], PLAIN)
         total = gl.zeros([TURN, ROWS, NARROW // 2], gl.float32, LAYOUT)
@@ -206,30 +208,30 @@ def _down_kernel(A, W, Indices, Out, Order, Offsets, Places, experts, stride_e, 
             async_copy.wait_group(TURNS - 1 - t)
             a0, a1 = _halves(values[t], W)
             w0, w1 = _halves(boxes_s.index(t).load(LAYOUT), W)
-            total += w0 * gl.expand_dims(a0, 1)
-            total += w1 * gl.expand_dims(a1, 1)
+            total += w0 * gl.expand_dims(a0 * weights[2 * t], 1)
+            total += w1 * gl.expand_dims(a1 * weights[2 * t], 1)
         y = gl.sum(gl.sum(total, 2), 0)
         j = first + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         gl.store(Out + token * N + j, y.to(Out.dtype.element_ty), mask=j < N)
 
 
 def _gate(tensors, act):
-    x, w, indices, weights, a = tensors
+    x, w, indices, a = tensors
     (experts, n, k), (pairs, long) = w.shape, a.shape
     n //= 2
     shape = dict(K=k, N=n, LONG=long, ACT=act, PAIRS=pairs, TOP_K=indices.shape[1])
     meta = shape | dict(ROWS=ROWS, WIDE=WIDE, STAGES=STAGES, WARPS=WARPS, num_warps=WARPS, launch_pdl=True)
     units = pairs * -(-n // ROWS)
     programs = -(-units // -(-units // (PROGRAMS * facts(x.device).sms)))  # that get equally many units
-    return Launch(_gate_kernel, programs, (experts, x.stride(0), *w.stride()[:2], *weights.stride()), meta)
+    return Launch(_gate_kernel, programs, (experts, x.stride(0), *w.stride()[:2]), meta)
 
 
 def _down(tensors):
-    _, w, indices, *_ = tensors
+    _, w, indices, weights, *_ = tensors
     (experts, n, k), (tokens, top_k) = w.shape, indices.shape
     turns = -(-top_k * -(-k // NARROW) // TURN)
     meta = dict(K=k, N=n, PAIRS=tokens * top_k, TOP_K=top_k, ROWS=ROWS, NARROW=NARROW, TURN=TURN)
-    scalars = (experts, *w.stride()[:2], min(EARLY, turns), turns)
+    scalars = (experts, *w.stride()[:2], *weights.stride(), min(EARLY, turns), turns)
     return Launch(_down_kernel, tokens * -(-n // ROWS) + 1, scalars, meta | dict(num_warps=TURN, launch_pdl=True))
 
 
@@ -240,8 +242,8 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[torch.Tensor, torch.Tens
     indices, pairs, out = x.indices.contiguous(), x.pairs, x.x.new_empty(x.x.shape)
     order, offsets, places = (indices.new_empty(n, dtype=torch.int32) for n in (pairs, x.experts + 1, pairs))
     a = x.x.new_empty(pairs, -(-x.w_down.shape[2] // NARROW) * NARROW)
-    tensors = (x.x, x.w_gate_up, indices, x.weights, a)
+    tensors = (x.x, x.w_gate_up, indices, a)
     remembered(_gate, tensors, o.activation)(*tensors)
-    tensors = (a, x.w_down, indices, out, order, offsets, places)
+    tensors = (a, x.w_down, indices, x.weights, out, order, offsets, places)
     remembered(_down, tensors)(*tensors)
     return out, None, order, offsets

@@ -151,15 +151,6 @@ def _hear(told, told_full, told_empty, turn):
 
 
 @gluon.jit
-def _arrived(full, n, wanted, PLAN: gl.constexpr):
-    """Say that the rows gathered for use n are in shared memory, where products may read them."""
-    STAGES: gl.constexpr = PLAN.STAGES
-    fence_async_shared()
-    gl.barrier()
-    mbarrier.arrive(full.index(slot(n + STAGES, STAGES)), count=1, pred=wanted)
-
-
-@gluon.jit
 def _producer(A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_s, kept_s, told, bars, N, K, k_tiles, top_k,
               stride, PLAN: gl.constexpr):
     STAGES: gl.constexpr = PLAN.STAGES
@@ -181,11 +172,11 @@ def _producer(A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_s, kept_s,
         e, row, end, column, _ = _tile(t, Lines, n_lines, N, PLAN)
         both = row + BLOCK_M < end
         busy = gl.minimum((end - row + BLOCK_M - 1) // BLOCK_M, CONSUMERS)  # consumers that have rows
-        found = ()  # of the rows that are gathered
+        found = ()  # where rows to be gathered begin, in units of 8: 64 bits take too many registers
         if PLAN.GATHER:
             for c in gl.static_range(CONSUMERS):
                 at = gl.minimum(row + c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)), end - 1)
-                found = found + ((gl.load(Order + at) // top_k).to(gl.int64) * stride,)
+                found = found + (gl.load(Order + at) // top_k * (stride // 8),)
         for k in range(k_tiles):
             wait_empty(empty, n, STAGES)
             i = slot(n, STAGES)
@@ -208,15 +199,10 @@ def _producer(A, B, GateD, RaisedD, Rows, Order, Lines, Taken, a_s, b_s, kept_s,
                 j = k * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
                 for c in gl.static_range(CONSUMERS):
                     if c < busy:
-                        async_copy.async_load(a_s.index(CONSUMERS * i + c), Rows + (found[c][:, None] + j[None, :]),
-                                              mask=(j < K)[None, :])
-                async_copy.commit_group()
-                async_copy.wait_group(1)
-                _arrived(full, n - 1, k > 0, PLAN)
+                        rows = (Rows + j)[None, :] + (found[c].to(gl.int64) * 8)[:, None]
+                        async_copy.async_load(a_s.index(CONSUMERS * i + c), rows, mask=(j < K)[None, :])
+                async_copy.mbarrier_arrive(bar, increment_count=False)  # of each thread, when its rows are there
             n += 1
-        if PLAN.GATHER:
-            async_copy.wait_group(0)
-            _arrived(full, n - 1, k_tiles > 0, PLAN)
         for p in gl.static_range(MORE):
             wait_empty(empty, n, STAGES)
             i = slot(n, STAGES)
@@ -366,6 +352,8 @@ def _halves(left, right, a_s, b_s, full, k, C: gl.constexpr, FIRST: gl.constexpr
     STAGES: gl.constexpr = PLAN.STAGES
     CONSUMERS: gl.constexpr = PLAN.CONSUMERS
     wait_full(full, k, STAGES)
+    if PLAN.GATHER:
+        fence_async_shared()
     s = slot(k, STAGES)
     a = a_s.index(CONSUMERS * s + C)
     left = _half(left, a, b_s.index(2 * s), FIRST, PLAN.COLS)
@@ -460,7 +448,7 @@ def _kernel(A, B, OutD, PreD, UpD, GateD, RaisedD, Out, Pre, Into, Order, Weight
         kept_s = a_s
         c_s = gl.allocate_shared_memory(OutD.dtype, [CONSUMERS * BUFFERS] + OutD.block_type.shape, OutD.layout)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = (make_barriers(STAGES, 2 if GATHER else 1), make_barriers(STAGES, CONSUMERS), make_barriers(2, 1),
+    bars = (make_barriers(STAGES, 129 if GATHER else 1), make_barriers(STAGES, CONSUMERS), make_barriers(2, 1),
             make_barriers(2, CONSUMERS))
     fence_async_shared()
     gl.barrier()
@@ -538,8 +526,7 @@ def _launch(tensors: tuple, act: str, keep: bool, grad: bool, cols: bool, rows: 
     }
     programs = min((table.shape[0] - 1) * -(-columns // out_n), device.sms)
     scalars = (columns, k_tiles, pairs, a.shape[1], max(top_k, 1), a.stride(0))
-    spill = 40 if top_k else config.spill  # of the warps that gather
-    return Launch(_kernel, programs, scalars, meta, spill, blocks, wide=WIDE)
+    return Launch(_kernel, programs, scalars, meta, config.spill, blocks, wide=WIDE)
 
 
 def product(

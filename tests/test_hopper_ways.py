@@ -1,0 +1,147 @@
+"""The ways that the Hopper backward goes: who takes turns, who claims, which tiles are cut, which blocks are masked."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adatom.device import pretend
+from adatom.ops.attention.api import inputs_of
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_hopper import H100, as_python  # noqa: E402
+
+from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
+from adatom.ops.attention import hopper_bwd_cut as cut  # noqa: E402
+from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
+from adatom.ops.attention import hopper_bwd_walk as walk  # noqa: E402
+from adatom.tiles import hopper  # noqa: E402
+
+
+@pytest.mark.parametrize("sharing", [1, 3])
+@pytest.mark.parametrize("blocks", [5, 32, 33])
+@pytest.mark.parametrize(("heads", "group", "n_blocks", "programs"), [(3, 1, 2, 4), (10, 4, 7, 9), (10, 4, 7, 132)])
+def test_what_is_left_of_the_last_round_is_cut_into_pieces(heads, group, n_blocks, programs, blocks, sharing):
+    """Tiles and pieces visit each block of queries of each head once, and a tile that is cut is all in pieces."""
+    tile_of, piece_of = as_python(feed.head_and_block), as_python(feed.piece_of)
+    blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=piece_of)
+    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
+    visit = as_python(feed.visit, step=as_python(feed.step))
+    plan = SimpleNamespace(CUT=True, UP=False, LEFT=False, RIGHT=False, LENS=False, VARLEN=False)
+    rest = heads * n_blocks % programs
+    pieces, whole = cut.pieces_of(rest, blocks, sharing, programs), heads * n_blocks - rest
+    counts = (None, (whole + rest * pieces, whole, pieces))
+    seen = defaultdict(list)
+    for t in range(whole + rest * pieces):
+        tile, _ = piece_of(t, counts, plan)
+        begin, count = blocks_of_piece(t, 0, blocks, counts, plan)
+        assert count > 0
+        assert (count < blocks) == (t >= whole and pieces > 1)
+        head, block = tile_of(tile, n_blocks, heads, group)
+        at = before_visits(head, head * sharing * blocks, begin, count, sharing, blocks, plan)
+        for _ in range(count * sharing):
+            at = m, h, place = visit(*at, begin, count, blocks, plan)
+            assert place == h * blocks + m
+            seen[head, block].append((m, h - head * sharing))
+    everything = sorted(itertools.product(range(blocks), range(sharing)))
+    assert set(seen) == set(itertools.product(range(heads), range(n_blocks)))
+    assert all(sorted(found) == everything for found in seen.values())
+
+
+def test_tiles_are_cut_where_that_ends_sooner():
+    """4 tiles of 64 blocks of queries are those of most shapes at 132 multiprocessors: 4,096 are 31 rounds and 4."""
+    assert cut.pieces_of(0, 64, 1, 132) == 1
+    assert 8 <= cut.pieces_of(4, 64, 1, 132) <= 32
+    assert cut.pieces_of(131, 64, 1, 132) == 1
+    for tiles, blocks in itertools.product(range(1, 132), (1, 2, 5, 16, 64, 300)):
+        pieces = cut.pieces_of(tiles, blocks, 1, 132)
+        each = math.ceil(blocks / pieces)
+        assert (pieces - 1) * each < blocks
+        assert math.ceil(tiles * pieces / 132) * each <= blocks
+
+
+def test_which_way_a_plan_goes():
+    """Pieces are claimed but where tiles are taken by number. Up: under a causal mask; in turn, the last tiles cut:
+    without a mask at head_dim 128; blocks without a mask apart from others: under a causal one there."""
+    flags = itertools.product((32, 64, 96, 128), (1024, 4096), ("none", "key", "full"), *[(False, True)] * 3)
+    for dim, length, bias, causal, ordered, shared in flags:
+        q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
+        k = q[:, ::4] if shared else q
+        shape = (2, 40, length if bias == "full" else 1, length)
+        given = None if bias == "none" else torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q, k=k, v=k, causal=causal, bias=given)
+            main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
+        plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
+        plain, long = bias == "none", length == 4096
+        assert plan.UP == (causal and not ordered and (long if dim == 64 else dim > 64 and (long or not shared)))
+        assert plan.IN_TURN == (dim > 64 and long and plain and not (causal or ordered))
+        assert plan.TWICE == (dim > 64 and long and plain and causal)
+        assert plan.CUT <= plan.IN_TURN
+        assert plan.CLAIM <= plan.FIRST and plan.UP <= plan.CLAIM
+        assert plan.CLAIM or plan.DYNAMIC or plan.ORDERED or not plan.FIRST  # who waits is not before whom it waits for
+        assert not (plan.ORDERED and plan.CLAIM)
+        assert plan.FIRST or dim > 64 and not causal and (plan.IN_TURN or bias == "key")
+        piece = main.blocks[main.kernel.arg_names.index("DQ")]
+        assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
+        assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_consumers_that_multiply_dq_in_turn_meet(seed):
+    """As `walk._walk` goes: who multiplies finds dS of both, nobody writes what is read, both come to an end."""
+    random.seed(seed)
+    visits, arrived, wrote, reading = seed % 9 + 1, [0, 0], {}, set()
+
+    def consumer(c: int):
+        for n in range(visits):
+            assert n % 2 not in reading
+            wrote[n % 2, c] = n
+            yield
+            arrived[n % 2] += 1
+            if n % 2 == c:
+                while arrived[c] < n // 2 * 2 + 2:
+                    yield
+                reading.add(n % 2)
+                yield
+                assert wrote[n % 2, 0] == wrote[n % 2, 1] == n
+                reading.discard(n % 2)
+            yield
+
+    running = [consumer(0), consumer(1)]
+    for _ in range(100 * visits):
+        if running and next(which := random.choice(running), "end") == "end":
+            running.remove(which)
+    assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
+
+
+@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("lengths", [(640, 640), (300, 1024), (1000, 384), (100, 128)])
+def test_blocks_in_the_loop_without_a_mask_need_none(lengths, up):
+    """Under a causal mask a tile's visits are in two loops, as `walk._walk` counts them."""
+    len_q, len_k = lengths
+    of = SimpleNamespace(LEFT=False, RIGHT=True, LENS=False, VARLEN=False, CUT=False, BLOCK_M=64, UP=up, TWICE=True)
+    blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
+    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
+    visit = as_python(feed.visit, step=as_python(feed.step))
+    stride = math.ceil(len_q / 64)
+    for n0 in range(0, len_k, 128):
+        begin, whole_begin, _, count = blocks_of(n0, len_q, len_k, -1, 0, of)
+        some = min(whole_begin - begin, count)
+        assert 0 <= some <= 3
+        at, seen = before_visits(0, 0, begin, count, 1, stride, of), []
+        for kind in range(2):
+            masked = walk._masks(kind, of)
+            for _ in range(some if masked else count - some):
+                at = visit(*at, begin, count, stride, of)
+                seen.append(at[0])
+                assert masked or at[0] * 64 + len_k - len_q >= n0 + 127
+        assert sorted(seen) == list(range(begin, begin + count))
