@@ -145,3 +145,46 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, up):
                 seen.append(at[0])
                 assert masked or at[0] * 64 + len_k - len_q >= n0 + 127
         assert sorted(seen) == list(range(begin, begin + count))
+
+
+def circle(programs, ahead):
+    """Whether programs that claim pieces can come to wait for each other, in any order of events. Each has tiles of
+    (head, blocks visited), and for each of two consumers a warp that adds its pieces."""
+    visits = [[(head, m, j) for head, blocks in tiles for j, m in enumerate(blocks)] for tiles in programs]
+    who = list(itertools.product(range(len(programs)), range(2)))
+    # of each warp the pieces it was given, those it added, whether it claimed the next; of all the claims
+    start = ((0, 0, False),) * len(who), frozenset()
+    reached, left = {start}, [start]
+    while left:
+        warps, claims = left.pop()
+        after = []
+        for i, (p, c) in enumerate(who):
+            given, added, claimed = warps[i]
+            if given < len(visits[p]) and given == added and warps[i ^ 1][0] >= given:  # consumers exchange dS
+                after.append(((*warps[:i], (given + 1, added, claimed), *warps[i + 1 :]), claims))
+            if added == len(visits[p]):
+                continue
+            head, m, j = visits[p][added]
+            owners = {owner: passed for piece, owner, passed in claims if piece == (head, m, c)}
+            if claimed and given > added:
+                done = frozenset((piece, o, passed or (piece, o) == ((head, m, c), p)) for piece, o, passed in claims)
+                after.append(((*warps[:i], (given, added + 1, False), *warps[i + 1 :]), done))
+            elif not claimed and (j >= ahead or given > added) and all(owners.values()):
+                taken = claims if owners else claims | {((head, m, c), p, False)}
+                after.append(((*warps[:i], (given, added, True), *warps[i + 1 :]), taken))
+        if not after and any(added < len(visits[p]) for (p, _), (_, added, _) in zip(who, warps)):
+            return True
+        left += set(after) - reached
+        reached |= set(after)
+    return False
+
+
+def test_who_claims_pieces_never_waits_in_a_circle():
+    """Two programs of which each goes to the head that the other comes from, with tiles that begin at any block."""
+    tiles = [tuple(range(begin, 3)) for begin in range(3)]
+    found = set()
+    for a, b, c, d in itertools.product(tiles, repeat=4):
+        if a != d and b != c and (a, b) <= (c, d):  # no tile is two programs'; programs may change places
+            programs = ((0, a), (1, b)), ((1, c), (0, d))
+            found |= {ahead for ahead in range(feed.AHEAD.value + 1) if ahead not in found and circle(programs, ahead)}
+    assert found == set(range(feed.AHEAD.value))

@@ -114,8 +114,8 @@ def test_tiles_of_products():
 
 
 @pytest.mark.parametrize(
-    "tokens, wide, gathered", [(8192, 768, True), (2048, 2048, True), (8192, 1024, False), (2048, 8192, False),
-                               (65536, 768, False)]
+    "tokens, wide, gathered", [(8192, 768, True), (2048, 2048, True), (8192, 1024, True), (8192, 2048, False),
+                               (2048, 8192, False), (12288, 1024, False), (65536, 768, False)]
 )  # fmt: skip
 def test_rows_are_gathered_or_copied(tokens, wide, gathered):
     """By the first product, in tall tiles and where it does not cost more than the pass; else copied before it."""

@@ -8,8 +8,14 @@ Every tile visits its blocks in one order, all heads from the last to the first,
 only for that of the keys before, which has a lower number, and tiles are taken by number: whoever is waited for is
 running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
 runs beside it, and how many programs there are, does not matter. Where sums need no order, all wait for the first keys
-that visit the block, and for nobody else; or, CLAIM, for whoever claimed its piece, who waits for nobody meanwhile, so
-that tiles may be taken in any order.
+that visit the block, and for nobody else; or, CLAIM, for whoever claimed its piece, so that tiles may be taken in any
+order.
+
+Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
+wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
+before, and all who visit it go through its heads and blocks in one order: whoever is waited for is ahead of nobody at
+the lowest block. In the tile before it could be any block, and two programs could wait for each other. So the first
+AHEAD visits of a tile claim when they have the piece.
 """
 
 from dataclasses import dataclass
@@ -37,6 +43,7 @@ NONE = gl.constexpr(0)  # what a bias depends on
 KEY = gl.constexpr(1)
 QUERY = gl.constexpr(2)
 FULL = gl.constexpr(3)
+AHEAD = gl.constexpr(2)  # visits of a tile that one warp which adds dQ may be ahead of the other
 ROWS_READ = gl.constexpr(9)  # number of a named barrier: consumers have read the first buffer of queries and dO
 
 
@@ -423,13 +430,16 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
+            first_keys = (index == 0) | (m >= before_begin + before_blocks)
             if PLAN.CLAIM:
-                first_keys = claim_turn(at) == 0
-            else:
-                first_keys = (index == 0) | (m >= before_begin + before_blocks)
-                if PLAN.ORDERED or PLAN.FIRST:
-                    wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
+                if j >= AHEAD:
+                    first_keys = claim_turn(at) == 0
+            elif PLAN.ORDERED or PLAN.FIRST:
+                wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
             mbarrier.wait(dq_full.index(C), n & 1)
+            if PLAN.CLAIM:
+                if j < AHEAD:
+                    first_keys = claim_turn(at) == 0
             row = block * WIDE + C * (WIDE // 2)
             if PLAN.FIRST:
                 if first_keys:

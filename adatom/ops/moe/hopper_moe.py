@@ -18,7 +18,8 @@ from adatom.ops.moe.triton_order import order as order_of
 from adatom.ops.moe.triton_order import places_of
 from adatom.ops.moe.triton_rows import at_places, clear_dropped, spread
 
-GATHERED = ((200, 4096), (1024, 768))  # to so many rows of an expert, on average, and intermediate features
+# to so many rows of an expert, on average, and intermediate features
+GATHERED = ((200, 4096), (600, 1536), (1024, 768))
 FEW = 200  # rows of an expert, on average, below which Triton's products are faster: they gather rows themselves
 
 
