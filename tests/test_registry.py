@@ -64,7 +64,10 @@ def test_head_dims_that_tma_cannot_store():
 def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", HOPPER).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(seqlen_q=1024, seqlen_k=1024, least_length=512)).backend == "hopper"
-    assert choose("attention_bwd", HOPPER._replace(window=True, window_keys=2048)).backend == "hopper"
+    assert choose("attention_bwd", HOPPER._replace(window=True, window_keys=1024)).backend == "hopper"
+    for keys, backend in ((1024, "triton"), (2048, "hopper_ordered")):
+        ordered = HOPPER._replace(window=True, window_keys=keys, deterministic=True)
+        assert choose("attention_bwd", ordered).backend == backend
     assert choose("attention_bwd", HOPPER._replace(kv_lens=True)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(deterministic=True)).backend == "hopper_ordered"
     assert choose("attention_bwd", HOPPER, "deterministic").backend == "hopper_ordered"
@@ -78,7 +81,7 @@ def test_hopper_where_it_is_faster():
         {"causal": True, "seqlen_k": 1024, "least_length": 512},
         {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 1024, "least_length": 512},
         {"batch": 1, "kv_heads": 1},
-        {"window": True, "window_keys": 1024},
+        {"window": True, "window_keys": 512},
         {"softcap": True, "causal": True},
         {"varlen": True, "batch": 64},
         {"bias": "full", "bias_dtype": torch.float32},

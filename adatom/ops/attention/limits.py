@@ -268,8 +268,8 @@ def hopper_bwd(p: Problem) -> str | None:
     short = p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512
     if short and not _whole_heads(p):
         return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
-    if p.window and p.window_keys <= 1024:
-        return "sums dQ in memory, which is slow under windows of 1024 keys and below"
+    if p.window and p.window_keys <= 512:
+        return "sums dQ in memory, which is slow under windows of 512 keys and below"
     if p.softcap and masked and dim > 64:
         return "lacks registers for a softcap and a mask beyond head_dim 64"
     if p.bias == "key" and p.bias_grad:
@@ -292,6 +292,8 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
         return why
     if (p.causal or p.window) and not p.varlen and not _whole_heads(p) and p.least_length < 2048:
         return "adds to dQ in order, which takes too long under a mask at lengths below 2048"
+    if p.window and p.window_keys <= 1024:
+        return "adds to dQ in order, which takes too long under windows of 1024 keys and below"
     return None
 
 
