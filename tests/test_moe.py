@@ -482,6 +482,11 @@ def test_opcheck(keep):
     torch.library.opcheck(torch.ops.adatom.moe_grouped.default, ragged, test_utils=tests)
     pair = (torch.randn(14, 6, requires_grad=True), torch.randn(14, 5, requires_grad=True), offsets)
     torch.library.opcheck(torch.ops.adatom.moe_outer.default, pair, test_utils=tests)
+    turned = [t.detach().mT.contiguous().mT for t in given[3:]]  # experts that are stored transposed
+    plain = [None if t is None else t.detach() for t in (*given[:3], *rest)]
+    for backend in (None, "reference"):
+        call = (*plain[:3], *turned, "silu", backend, *plain[3:], *[True] * 4)
+        torch.library.opcheck(torch.ops.adatom.moe_bwd.default, call, test_utils=tests[:2])
 
 
 def test_autocast():

@@ -1,6 +1,9 @@
 """PyTorch's tools work on attention: opcheck, compile, meta tensors, autocast, forward mode, vmap, transforms."""
 
 import math
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -44,6 +47,7 @@ def operands(kind):
             call |= {"window": (3, None), "softcap": 2.0}
         if kind == "heads inside":
             call |= {n: x.transpose(1, 2).clone().transpose(1, 2) for n, x in call.items()}
+            call |= {"bias": normal(2, 5, 7, 4).permute(0, 3, 1, 2)}  # as a Linear of pairs gives it
     x, o, backend = inputs_of(**call)
     call = (*x, *o, backend)
     with torch.no_grad():
@@ -68,6 +72,27 @@ def test_operators_pass_opcheck(kind):
         if operator is op.attention_compiled:
             tests += ("test_autograd_registration",)
         assert set(torch.library.opcheck(operator, args, test_utils=tests).values()) == {"SUCCESS"}, operator
+
+
+_PAIRS = """
+import torch, adatom
+q, k, v = (torch.randn(2, 2, 20, 16) for _ in range(3))
+z, w = torch.randn(2, 20, 20, 8), torch.randn(2, 8)
+leaves = [t.requires_grad_() for t in (q, k, v, z, w)]
+def f(q, k, v, z, w):
+    bias = torch.nn.functional.linear(z, w).permute(0, 3, 1, 2)
+    return adatom.attention(q, k, v, bias=bias, backend="triton").square().sum()
+compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+for a, b in zip(torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(f(*leaves), leaves)):
+    torch.testing.assert_close(a, b)
+"""
+
+
+def test_compile_knows_how_kernels_lay_out_the_gradient_of_a_bias():
+    """That of a permuted bias is contiguous; who was told otherwise views it as what it is not."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", _PAIRS], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

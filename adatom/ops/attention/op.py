@@ -110,15 +110,21 @@ def _grads(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return _run("attention_bwd", (*head, dout, dlse, bias_grad), bias_grad)
 
 
+def _as_faked(q: torch.Tensor, grads: Any) -> tuple[torch.Tensor, ...]:
+    """Gradients as fakes promise them: a tensor for None, and that of the bias contiguous, as kernels write it."""
+    dbias = None if grads[3] is None else grads[3].contiguous()
+    return tuple(absent(q) if g is None else g for g in (*grads[:3], dbias, *grads[4:]))
+
+
 def _bwd(*args: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(absent(args[0]) if g is None else g for g in _grads(*args))
+    return _as_faked(args[0], _grads(*args))
 
 
 def _bwd_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
     call, (out, lse, dout, dlse, *cotangents, bias_grad) = args[:_N_CALL], args[_N_CALL:]
     cotangents = [c if c is None else in_rows(c) for c in cotangents]
     grads = _run("attention_bwd_bwd", (*call, out, lse, in_rows(dout), dlse, *cotangents, bias_grad), bias_grad)
-    return tuple(absent(args[0]) if g is None else g for g in grads)
+    return _as_faked(args[0], grads)
 
 
 def _jvp(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +139,7 @@ def _fake_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tup
 
 def _fake_bwd(*args: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, bias, sinks = args[:5]
-    dbias = empty_like(bias) if bias is not None and args[-1] else absent(q)
+    dbias = bias.new_empty(bias.shape) if bias is not None and args[-1] else absent(q)
     return empty_like(q), empty_like(k), empty_like(v), dbias, absent(q) if sinks is None else empty_like(sinks)
 
 
