@@ -32,11 +32,13 @@ def finite(value: Any, least: float = -math.inf) -> bool:
 
 def readable(x: torch.Tensor) -> bool:
     """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    modes = torch._C._TorchDispatchModeKey
+    functorch, modes = torch._C._functorch, torch._C._TorchDispatchModeKey
+    while functorch.is_functorch_wrapped_tensor(x) and not functorch.is_batchedtensor(x):  # grad's lie outside vmap's
+        x = functorch.get_unwrapped(x)
     traced = any(torch._C._get_dispatch_mode(m) is not None for m in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL))
-    return not traced and not torch._C._functorch.is_batchedtensor(x)
+    return not (traced or isinstance(x, FakeTensor) or functorch.is_batchedtensor(x))
 
 
 def require(condition: bool, expected: str, error: type[Exception] = ValueError, /, **given: Any) -> None:

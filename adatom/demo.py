@@ -209,17 +209,17 @@ def fit_crystals(device: torch.device, seconds: float, advance: Callable[[], Non
     return Crystals(len(train.energies), state, start, errors, pairs)
 
 
+TOLD = {"test": "known crystals, shaken anew", "unseen": "unknown crystals", "dft": "KCl, by DFT"}
 CRYSTAL_HEADER = ["mean absolute error on", "forces, meV/Å", "energy, meV/atom"]
 
 
 def crystal_rows(found: Crystals) -> list[list[str]]:
     """A table of the errors: of a trivial model, of the best pair potential, and of the potential."""
-    told = {"test": "known crystals, shaken anew", "unseen": "unknown crystals", "dft": "KCl, by DFT"}
     rows = []
     for name, e in found.errors.items():
         pair = found.start[name]
         force = f"{e.trivial_force:.0f} > {pair.force:.0f} > {e.force:.0f}"
-        rows.append([told[name], force, f"{e.trivial_energy:.1f} > {pair.energy:.1f} > {e.energy:.1f}"])
+        rows.append([TOLD[name], force, f"{e.trivial_energy:.1f} > {pair.energy:.1f} > {e.energy:.1f}"])
     return rows
 
 
@@ -297,7 +297,7 @@ def _crystal_plot(pyplot: Any, found: Crystals) -> Any:
     left.set(xlabel="step", title="mean absolute error, known crystals shaken anew")
     left.legend(frameon=False)
     for name, (labels, predicted) in found.forces.items():
-        right.plot(labels.flatten().tolist(), predicted.flatten().tolist(), ".", markersize=2, label=name)
+        right.plot(labels.flatten().tolist(), predicted.flatten().tolist(), ".", markersize=2, label=TOLD[name])
     ends = (
         [float(labels.min()) for labels, _ in found.forces.values()],
         [float(labels.max()) for labels, _ in found.forces.values()],
@@ -365,7 +365,7 @@ def page(
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the report.")] = Path("report.html"),
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
 ) -> None:
     """The main job in about a minute: forces through attention, checked, timed, and reported in one HTML page."""

@@ -30,17 +30,19 @@ def absent(x: Tensor) -> Tensor:
 
 
 def vmap_rule(name: str) -> Any:
-    """vmap of operator adatom::name: one call for each element, whatever is batched. A batch dimension is faster."""
+    """vmap of operator adatom::name: one call for each element, whatever is batched. A batch dimension is faster. Of no
+    elements, one call with zeros, whose results tell the shapes."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        op = getattr(torch.ops.adatom, name).default
-        calls = [
-            op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
-            for i in range(info.batch_size)
-        ]
+        op, n = getattr(torch.ops.adatom, name).default, info.batch_size
+
+        def one(x: Any, dim: int | None, i: int) -> Any:
+            return x if dim is None else x.select(dim, i) if n else x.sum(dim, dtype=x.dtype)
+
+        calls = [op(*(one(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(max(n, 1))]
         if isinstance(calls[0], Tensor):
-            return torch.stack(calls), 0
-        results = tuple(torch.stack(r) for r in zip(*calls))
+            return torch.stack(calls)[:n], 0
+        results = tuple(torch.stack(r)[:n] for r in zip(*calls))
         return results, (0,) * len(results)
 
     return rule

@@ -520,10 +520,10 @@ def command(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type not in ("cuda", "cpu") or where.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"no device {where}; see `adatom doctor`")
     except RuntimeError as error:
         raise typer.BadParameter(str(error).splitlines()[0], param_hint="--device") from None
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("PyTorch sees no CUDA device", param_hint="--device")
     given = {"precision": precision, "bias": bias, "causal": causal, "window": window, "softcap": softcap}
     options = {k: v for k, v in {**given, "sinks": sinks, "kv_lens": kv_lens, "varlen": varlen}.items() if v}
     own = bool(shape or dtype or options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot
 from typer.testing import CliRunner
 
 import adatom
@@ -18,6 +19,7 @@ from adatom.bench import run
 from adatom.bench.report import Sheet
 from adatom.cli import app
 from adatom.device import CPU, Device
+from adatom.potential import fit as crystals
 from adatom.registry import Row
 
 COMMANDS = ("doctor", "verify", "bench", "compile", "demo")
@@ -249,6 +251,26 @@ def test_fitting_lowers_the_error() -> None:
 def test_demo_refuses_an_absent_device() -> None:
     result = invoke("demo", "--device", "cuda" if not torch.cuda.is_available() else "xla")
     assert result.exit_code == 2 and "no device" in result.output
+
+
+def test_demo_refuses_a_folder_for_its_report(tmp_path: Path) -> None:
+    """Before it fits for a minute."""
+    result = invoke("demo", "--device", "cpu", "--out", str(tmp_path))
+    assert result.exit_code == 2 and "is a directory" in result.output
+
+
+def test_demo_names_crystals_in_the_plot_as_in_the_table() -> None:
+    errors = dict.fromkeys(crystals.SPLITS[1:], crystals.Errors(*[1.0] * len(crystals.Errors._fields)))
+    pairs = dict.fromkeys(errors, (torch.zeros(2, 3), torch.zeros(2, 3)))
+    found = demo.Crystals(1, crystals.State(1, [], [(0, 1.0, 1.0)], {}), errors, errors, pairs)
+    _, right = demo._crystal_plot(pyplot, found).axes
+    pyplot.close()
+    assert [text.get_text() for text in right.get_legend().get_texts()] == [row[0] for row in demo.crystal_rows(found)]
+
+
+def test_verify_refuses_a_device_that_it_has_no_kernels_for() -> None:
+    result = invoke("verify", "--shape", "1,1,8,8", "--device", "meta")
+    assert result.exit_code == 2 and "no device meta" in result.output
 
 
 def test_a_page_escapes_what_it_shows() -> None:

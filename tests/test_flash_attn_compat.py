@@ -215,3 +215,17 @@ def test_refusals():
         flash_attn_kvpacked_func(q, k)
     with pytest.raises(ValueError, match="4-D"):
         flash_attn_func(q[0], k[0], v[0])
+
+
+def test_what_is_no_tensor_is_refused_in_words():
+    q, k, v = tensors((4, 2, 8), (4, 2, 8), (4, 2, 8))
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="4-D q, k and v"):
+        flash_attn_func(None, k[None], v[None])
+    with pytest.raises(ValueError, match=r"float alibi_slopes of shape \(2,\) or \(1, 2\).*alibi_slopes=0.5"):
+        flash_attn_func(q[None], k[None], v[None], alibi_slopes=0.5)
+    with pytest.raises(ValueError, match="qkv of shape"):
+        flash_attn_varlen_qkvpacked_func([q, k, v], cu, 4)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q as a tensor of int32 or int64; got cu_seqlens_q=\[0, 4\]"):
+        flash_attn_varlen_func(q, k, v, [0, 4], [0, 4], 4, 4)
+    close(flash_attn_varlen_func(q, k, v, cu, cu, None, None), flash_attn_varlen_func(q, k, v, cu, cu, 4, 4))

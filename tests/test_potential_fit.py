@@ -148,8 +148,12 @@ def test_training_script(tmp_path, monkeypatch, data):
     assert told["pairs only"]["unseen"]["force"] > 0 and told["trained"]["dft"]["stress"] is None
     model, options, plan, state = train.restore(out / "checkpoint.pt")
     assert options == TINY and state.step == 4 and plan.steps == 4
-    result = CliRunner().invoke(app, ["--resume", str(out / "checkpoint.pt"), "--out", str(out), "--device", "cpu"])
+    done, further = ["--resume", str(out / "checkpoint.pt"), "--device", "cpu"], tmp_path / "new" / "run"
+    result = CliRunner().invoke(app, [*done, "--out", str(further)])  # nothing is left to do
     assert result.exit_code == 0 and "4 steps" in result.output
+    assert {path.name for path in further.iterdir()} == {"checkpoint.pt", "report.json", "report.png"}
+    result = CliRunner().invoke(app, [*done, "--steps", "6"])  # into the folder that it goes on from
+    assert result.exit_code == 0 and train.restore(out / "checkpoint.pt")[3].step == 6
     assert CliRunner().invoke(app, ["--mode", "huge"]).exit_code == 2
     assert CliRunner().invoke(app, ["--resume", str(tmp_path / "nothing.pt")]).exit_code == 2
     if not torch.cuda.is_available():

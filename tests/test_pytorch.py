@@ -340,6 +340,36 @@ def test_vmap_over_lengths():
     torch.testing.assert_close(got, torch.stack([adatom.attention(q, q, q, kv_lens=n) for n in lens]))
 
 
+def test_gradients_over_lengths():
+    """vmap over grad, which wraps the lengths as well: nobody may look into them."""
+    q, lens = torch.randn(2, 2, 5, 8, dtype=F64), torch.tensor([[1, 5], [0, 3]])
+    packed, cu = torch.randn(7, 2, 8, dtype=F64), torch.tensor([[0, 2, 7], [0, 7, 7]])
+
+    def padded(q, n):
+        return adatom.attention(q, q, q, kv_lens=n).square().sum()
+
+    def ragged(x, cu):
+        return flash_attn_varlen_func(x, x, x, cu, cu, 7, 7).square().sum()
+
+    for loss, x, each in ((padded, q, lens), (ragged, packed, cu)):
+        got = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(x, each)
+        torch.testing.assert_close(got, torch.stack([torch.func.grad(loss)(x, n) for n in each]))
+
+
+def test_vmap_over_nothing():
+    q, k, bias = torch.randn(0, 2, 2, 5, 8), torch.randn(2, 0, 2, 7, 8), torch.randn(5, 7)
+
+    def loss(q, k, bias):
+        return adatom.attention(q, k, k[..., :4], bias=bias).square().sum()
+
+    out = torch.vmap(lambda q, k: adatom.attention(q, k, k[..., :4], return_lse=True), in_dims=(0, 1))(q, k)
+    assert [x.shape for x in out] == [(0, 2, 2, 5, 4), (0, 2, 2, 5)]
+    grads = torch.vmap(torch.func.grad(loss, (0, 1, 2)), in_dims=(0, 1, None))(q, k, bias)
+    assert [x.shape for x in grads] == [(0, 2, 2, 5, 8), (0, 2, 2, 7, 8), (0, 5, 7)]
+    weight = torch.randn(3, 8)
+    assert torch.vmap(lambda x: adatom.linear(x, weight))(q).shape == (0, 2, 2, 5, 3)
+
+
 def test_tangents_of_many_directions():
     """vmap over jvp: the columns of a Jacobian at once."""
     q, k = torch.randn(1, 2, 5, 8, dtype=F64), torch.randn(1, 2, 7, 8, dtype=F64)

@@ -133,6 +133,13 @@ def test_there_is_no_utils_file():
     assert not [path for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
 
 
+def test_ci_installs_what_tests_would_skip_without():
+    """A test that asks for a package runs somewhere."""
+    asked = (re.findall(r"importorskip\(\"(\w+)", path.read_text()) for path in CODE if path.parent.name == "tests")
+    extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert {package for some in asked for package in some} - {"adatom"} <= set(re.findall(r'"(\w+)>=', extras))
+
+
 def _products(body: list[ast.stmt]) -> bool:
     called = (ast.unparse(n.func) for line in body for n in ast.walk(line) if isinstance(n, ast.Call))
     return any("mma" in name and "wait" not in name or "multiply" in name for name in called)

@@ -243,6 +243,20 @@ def test_fully_masked_rows(bias_kind: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(1, 1, 6, 6), (2, 1, 6, 6), (1, 2, 1, 6), (1, 1, 6, 1)])
+def test_rows_masked_by_what_a_causal_mask_leaves(shape: tuple[int, ...], backend: str) -> None:
+    """A bias of -inf over the first keys: the queries before the others see nothing."""
+    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
+    bias = torch.zeros(shape)
+    bias[..., :3] = -math.inf
+    if shape[3] == 1:
+        bias[:, :, 3:] = 0.0
+    out, lse = adatom.attention(q, k, v, bias=bias, causal=True, return_lse=True, backend=backend)
+    assert bool((out[:, :, :3] == 0).all()) and bool((lse[:, :, :3] == -math.inf).all())
+    assert bool((out[:, :, 3:] != 0).all()) and bool(lse[:, :, 3:].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k"),
     [(0, 2, 2, 3, 4), (2, 0, 0, 3, 4), (2, 0, 2, 3, 4), (2, 2, 1, 0, 4), (2, 2, 1, 3, 0), (2, 2, 2, 0, 0)],

@@ -323,6 +323,14 @@ def test_model_that_does_not_route_is_refused():
         )
 
 
+@pytest.mark.parametrize("name", ["Splinter", "BigBirdPegasus"])
+def test_model_that_supports_eager_attention_alone_is_refused(name):
+    """Splinter's layers would be causal, those of BigBirdPegasus' decoder would not, for want of an `is_causal`."""
+    with pytest.raises(ValueError, match=f"{name}Model .* supports eager attention alone"):
+        config = getattr(transformers, f"{name}Config")(vocab_size=64, num_hidden_layers=1, encoder_layers=1)
+        getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="adatom")
+
+
 def test_registering_twice_wraps_once():
     before = transformers.PreTrainedModel.get_correct_attn_implementation
     register()

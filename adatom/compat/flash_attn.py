@@ -54,7 +54,7 @@ def flash_attn_func(
         out (batch, seqlen_q, heads, head_dim), 0 where there is nothing to attend to; or (out, lse, None).
     """
     _refuse_dropout(dropout_p)
-    require(q.dim() == k.dim() == v.dim() == 4, "4-D q, k and v (batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
+    require(_dims(q, k, v) == {4}, "4-D q, k and v (batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
     result = attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -85,7 +85,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with k and v in one tensor kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
-    require(kv.dim() == 5 and kv.shape[2] == 2, "kv of shape (batch, seqlen_k, 2, kv_heads, head_dim)", kv=kv)
+    require(_dims(kv) == {5} and kv.shape[2] == 2, "kv of shape (batch, seqlen_k, 2, kv_heads, head_dim)", kv=kv)
     k, v = kv.unbind(2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size,
@@ -105,7 +105,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with q, k and v in one tensor qkv (batch, seqlen, 3, heads, head_dim)."""
-    require(qkv.dim() == 5 and qkv.shape[2] == 3, "qkv of shape (batch, seqlen, 3, heads, head_dim)", qkv=qkv)
+    require(_dims(qkv) == {5} and qkv.shape[2] == 3, "qkv of shape (batch, seqlen, 3, heads, head_dim)", qkv=qkv)
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size,
@@ -137,7 +137,7 @@ def flash_attn_varlen_func(
         q: (tokens_q, heads, head_dim). k, v: (tokens_k, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,): sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1]. For
             attention of tokens with themselves best one tensor twice, see `attention_varlen`.
-        max_seqlen_q, max_seqlen_k: not needed here; on the CPU a maximum that is too small is refused.
+        max_seqlen_q, max_seqlen_k: not needed here, may be None; on the CPU a maximum that is too small is refused.
         alibi_slopes, block_table: must be None.
         The rest as in `flash_attn_func`, alignment per sequence.
 
@@ -156,22 +156,13 @@ def flash_attn_varlen_func(
         NotImplementedError,
     )
     for name, cu_seqlens, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
-        if readable(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens) > 1:
+        if most is not None and _dims(cu_seqlens) == {1} and readable(cu_seqlens) and len(cu_seqlens) > 1:
             longest = int(cu_seqlens.diff().max())
             require(longest <= most, f"max_seqlen_{name} of at least the longest sequence, {longest}", max_seqlen=most)
     result = attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        causal=causal,
-        window=window_size,
-        softcap=softcap or None,
-        scale=softmax_scale,
-        return_lse=return_attn_probs,
-        backend="deterministic" if deterministic else None,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, window=window_size, softcap=softcap or None,
+        scale=softmax_scale, return_lse=return_attn_probs, backend="deterministic" if deterministic else None,
+    )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result
 
 
@@ -192,7 +183,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with k and v in one tensor kv (tokens_k, 2, kv_heads, head_dim)."""
-    require(kv.dim() == 4 and kv.shape[1] == 2, "kv of shape (tokens_k, 2, kv_heads, head_dim)", kv=kv)
+    require(_dims(kv) == {4} and kv.shape[1] == 2, "kv of shape (tokens_k, 2, kv_heads, head_dim)", kv=kv)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
@@ -214,12 +205,17 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with q, k and v in one tensor qkv (tokens, 3, heads, head_dim)."""
-    require(qkv.dim() == 4 and qkv.shape[1] == 3, "qkv of shape (tokens, 3, heads, head_dim)", qkv=qkv)
+    require(_dims(qkv) == {4} and qkv.shape[1] == 3, "qkv of shape (tokens, 3, heads, head_dim)", qkv=qkv)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+def _dims(*tensors: torch.Tensor) -> set[int | None]:
+    """How many dimensions these have; None for what is no tensor."""
+    return {t.dim() if isinstance(t, torch.Tensor) else None for t in tensors}
 
 
 def _refuse_dropout(dropout_p: float) -> None:
@@ -236,7 +232,7 @@ def _alibi(slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     require(
-        slopes.shape in ((heads,), (batch, heads)) and slopes.is_floating_point(),
+        _dims(slopes) <= {1, 2} and slopes.shape in ((heads,), (batch, heads)) and slopes.is_floating_point(),
         f"float alibi_slopes of shape ({heads},) or ({batch}, {heads})",
         q=q,
         alibi_slopes=slopes,

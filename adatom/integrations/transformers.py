@@ -45,7 +45,9 @@ def register() -> None:
     """Make `attn_implementation="adatom"` known to transformers. Calling it twice changes nothing.
 
     Besides the attention and mask functions, this adds one check to PreTrainedModel: a model whose code does not route
-    attention through AttentionInterface is refused, because it would take adatom's masks for its own.
+    attention through AttentionInterface is refused, because it would take adatom's masks for its own; and one that
+    supports nothing but eager attention (no `_supports_sdpa` and the like), because without padding it would see more
+    keys than it should, or fewer: its layers do not say whether they are causal.
 
     Raises ImportError for transformers before 5.5, whose masks are made differently.
     """
@@ -62,7 +64,7 @@ def register() -> None:
             if requested_attention == NAME and not _routes(type(self)):
                 raise ValueError(
                     f"{type(self).__name__} of transformers {transformers.__version__} has attention of its own that "
-                    f'no attn_implementation replaces: "{NAME}" cannot run it'
+                    f'no attn_implementation replaces, or supports eager attention alone: "{NAME}" cannot run it'
                 )
             return checked(self, requested_attention, *args, **kw)
 
@@ -213,10 +215,13 @@ def _bias(query: torch.Tensor, mask: torch.Tensor | None, position_bias: torch.T
 
 
 def _routes(model: type) -> bool:
-    """Whether the code of this model hands its attention to AttentionInterface, as far as its source tells."""
+    """Whether the code of this model hands its attention to AttentionInterface, as far as its source tells, and it says
+    that it supports other implementations than eager."""
     try:
         source = inspect.getsource(sys.modules[model.__module__])
     except (OSError, TypeError, KeyError):  # written at a prompt
         return True
     has_attention = re.search(r"^class \w*Attention\w*\(.*Module\)", source, re.MULTILINE)
-    return not has_attention or "attention_interface" in source or "ALL_ATTENTION_FUNCTIONS" in source
+    routes = "attention_interface" in source or "ALL_ATTENTION_FUNCTIONS" in source
+    others = ("sdpa", "flash_attn", "flex_attn", "attention_backend")
+    return not has_attention or routes and any(getattr(model, f"_supports_{name}", False) for name in others)

@@ -2,7 +2,7 @@
 
 python train.py                # small: under a minute on a CPU
 python train.py --mode full    # all eight elements; for a GPU
-python train.py --resume runs/full/checkpoint.pt
+python train.py --resume runs/full/checkpoint.pt    # --steps and --seconds: further than it was to go
 """
 
 import json
@@ -24,7 +24,6 @@ MODES = {"small": SMALL, "full": FULL}
 
 def save(path: Path, model: Potential, options: dict[str, Any], plan: Plan, state: State) -> None:
     """Written whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"options": options, "plan": plan._asdict(), "model": model.state_dict(), "state": state._asdict()}
     torch.save(content, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
@@ -95,7 +94,7 @@ def report(path: Path, state: State, seconds: float, start: dict[str, Errors], e
 
 def main(
     mode: Annotated[str, typer.Option(help="small or full.")] = "small",
-    out: Annotated[Path | None, typer.Option(help="Folder of the checkpoint and the plot; default runs/MODE.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of results; default runs/MODE, or that of --resume.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
     steps: Annotated[int | None, typer.Option(help="Instead of the mode's.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Train for so long instead of the mode's time.")] = None,
@@ -111,14 +110,15 @@ def main(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch sees no CUDA device")
-    out = out or Path("runs") / mode
+    out = out or (Path("runs") / mode if resume is None else resume.parent)
+    out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     state = None
     if resume is None:
-        plan = plan._replace(seed=seed, steps=steps or plan.steps, seconds=seconds or plan.seconds)
-        model = Potential(**options).to(where)
+        plan, model = plan._replace(seed=seed), Potential(**options).to(where)
     else:
         model, options, plan, state = restore(resume, where)
+    plan = plan._replace(steps=steps or plan.steps, seconds=seconds or plan.seconds)
     if reference:
         model.attend = plain
     console.print(f"{sum(p.numel() for p in model.parameters())} parameters on {where}; reading crystals")
@@ -144,6 +144,7 @@ def main(
 
         state = fit(model, data["train"], validation, plan, advance, state)
     taken = time.monotonic() - began
+    save(out / "checkpoint.pt", model, options, plan, state)
     console.print(f"{state.step} steps in {taken:.0f} s")
     found = {name: predict(model, data[name]) for name in SPLITS[1:]}
     end = {n: errors(model, data[n], p, same_zero=n != "dft") for n, p in found.items()}

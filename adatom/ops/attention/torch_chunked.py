@@ -93,6 +93,16 @@ def _alone(mask: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
     return mask, *(t.flatten(0, 1)[:, None] for t in tensors)
 
 
+def _hidden(mask: Tensor, causal: bool) -> Tensor:
+    """(batch, heads, rows): whether a row of the mask is -inf, as far as a causal one lets it see."""
+    if not causal or mask.shape[3] == 1:
+        return mask.amax(-1) == -torch.inf
+    hidden = mask == -torch.inf
+    if mask.shape[2] == 1:
+        return hidden[:, :, 0].cumprod(-1).bool()
+    return ~hidden.logical_not_().tril_().any(-1)
+
+
 def _plain_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     q, k, v = x.q, x.k, x.v
     if _foldable(x, o):
@@ -103,7 +113,7 @@ def _plain_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     causal = o.causal and x.q.shape[2] > 1  # one query sees every key, however many heads are folded into rows
     result, result_lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=o.scale)
     if mask is not None:  # it gives 0 to a row that sees nothing
-        result_lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
+        result_lse.masked_fill_(_hidden(mask, causal), -torch.inf)
     return _stored(result, x.q), result_lse.reshape(x.q.shape[:3]).contiguous()
 
 
