@@ -283,6 +283,16 @@ def test_gradients_for_many_cotangents_take_the_long_way(norm, monkeypatch):
     assert addresses
 
 
+def test_what_must_be_copied_takes_the_long_way(monkeypatch):
+    """A plan hands tensors on as they are, but kernels read the numbers of a weight one after the other."""
+    monkeypatch.setattr(signature, "ANY_DEVICE", True)
+    monkeypatch.setattr(api, "_plans", {})
+    x, w = torch.randn(3, 8), torch.randn(8, 2)[:, 0]
+    assert not w.is_contiguous()
+    torch.testing.assert_close(adatom.rms_norm(x, w), adatom.rms_norm(x, w.clone()))
+    assert len(api._plans) == 1  # of the clone
+
+
 def test_the_short_way_tells_calls_apart(monkeypatch):
     monkeypatch.setattr(signature, "ANY_DEVICE", True)
     api._plans.clear()

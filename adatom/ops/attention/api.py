@@ -372,7 +372,7 @@ def _checked(
             o = o._replace(window_left=-1)
         if o.window_right >= seqlen_q - 1:
             o = o._replace(window_right=-1)
-    return Inputs(_rows(q), _rows(k), _rows(v), bias, sinks, kv_lens), o
+    return Inputs(_rows(q), _rows(k), _rows(v), bias, *_in_order(sinks, kv_lens)), o
 
 
 def _checked_varlen(
@@ -413,6 +413,7 @@ def _checked_varlen(
                     False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()}
                 )
     o = _options(head_dim, causal, window, softcap, scale, precision)
+    sinks, cu_seqlens_q, cu_seqlens_k = _in_order(sinks, cu_seqlens_q, cu_seqlens_k)
     return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
 
 
@@ -512,3 +513,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     strides could not have contiguous rows."""
     overlap = any(0 < stride < x.shape[-1] and n > 1 for n, stride in zip(x.shape[:-1], x.stride()))
     return x.contiguous() if overlap else in_rows(x)
+
+
+def _in_order(*vectors: Any) -> Any:
+    """Vectors as kernels read them, one number after the other: every second number or an expanded one is copied."""
+    return (x if x is None else x.contiguous() for x in vectors)

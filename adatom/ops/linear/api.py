@@ -137,4 +137,6 @@ def _checked(
         require(False, f"an activation among {', '.join(ACTIVATIONS)}", activation=activation)
     if precision is not None and precision not in PRECISIONS:
         require(False, f"a precision among {', '.join(PRECISIONS)}", precision=precision)
+    if bias is not None:
+        bias = bias.contiguous()  # kernels read one number after the other
     return x, weight, up, bias, Options(name, gated, precision or "tf32x3")

@@ -102,9 +102,12 @@ def _planned(given: tuple[Any, Any, Any, Any], eps: float, centred: bool, backen
     key = (key, eps, centred, backend)
     plan = _plans.get(key)
     if plan is None:
+        checked = _checked(*given, eps)
+        if any(a is not b for a, b in zip(checked, given)):  # a plan copies nothing
+            return None
         if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
             _plans.clear()
-        plan = _plans[key] = Plan(_checked(*given, eps), eps, centred, backend)
+        plan = _plans[key] = Plan(checked, eps, centred, backend)
     return plan
 
 
@@ -131,4 +134,5 @@ def _checked(
         require(False, "a residual of x's shape", **given)
     if not finite(eps, 0):
         require(False, f"a finite eps >= 0; got eps={eps!r}")  # None too
+    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))  # one number after the other in memory
     return x, residual, weight, bias
