@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +195,9 @@ BAD = {
     "groups kept": ({"groups": (4, 5)}, ValueError, "kept from 1 to n"),
     "groups of what": ({"groups": (4,)}, ValueError, r"groups \(n, kept\)"),
     "too few": ({"groups": (4, 1), "top_k": 3}, ValueError, "no more experts for a token than its groups have"),
+    "sparse": ({"router_logits": torch.zeros(3, 8).to_sparse()}, TypeError, "not sparse or nested"),
+    "scale": ({"scale": None}, ValueError, "a finite scale"),
+    "scale that is infinite": ({"scale": math.inf}, ValueError, "a finite scale; got scale=inf"),
     "capacity": ({"capacity": 1.5}, ValueError, "a capacity of 0 or more"),
 }
 

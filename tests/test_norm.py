@@ -359,8 +359,12 @@ def test_wrong_arguments():
     for eps in (-1e-6, float("nan"), float("inf"), None, "1e-6"):
         with pytest.raises(ValueError, match=f"a finite eps >= 0; got eps={eps!r}"):
             adatom.rms_norm(x, w, eps=eps)
-    with pytest.raises(TypeError, match="tensors"):
-        adatom.layer_norm(x, 2.0)
+    for bad in ((x, 2.0), ([1.0], w)):
+        with pytest.raises(TypeError, match="expected tensors; got"):
+            adatom.layer_norm(*bad)
+    for bad in ((x.to_sparse(), w), (x, w.to_sparse())):
+        with pytest.raises(TypeError, match="not sparse or nested"):
+            adatom.rms_norm(*bad)
     with pytest.raises(ValueError, match="one device"):
         adatom.layer_norm(x, w.to("meta"))
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
@@ -370,6 +374,10 @@ def test_wrong_arguments():
 def test_explain():
     table = adatom.explain("norm", torch.randn(2, 8), torch.randn(8))
     assert [(v.op, v.backend) for v in table if v.chosen] == [("norm_fwd", "torch"), ("norm_bwd", "torch")]
+    with pytest.raises(ValueError, match="a finite eps >= 0"):
+        adatom.explain("rms_norm", torch.randn(2, 8), eps=-1.0)
+    with pytest.raises(TypeError, match="epsilon"):
+        adatom.explain("rms_norm", torch.randn(2, 8), epsilon=1.0)
 
 
 def test_what_runs_on_a_gpu():

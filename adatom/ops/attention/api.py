@@ -11,7 +11,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from adatom.check import finite, readable, require
+from adatom.check import finite, readable, require, require_dense
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -298,8 +298,7 @@ def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     """q, k, v as autocast gives them to scaled_dot_product_attention: floats but float64 take its dtype."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         require(False, "tensors q, k and v", TypeError, q=q, k=k, v=v)
-    if any(x.layout != torch.strided or x.is_nested for x in (q, k, v)):
-        require(False, "dense tensors, not sparse or nested ones (lengths that differ: attention_varlen)", TypeError)
+    require_dense(q, k, v, instead=" (lengths that differ: attention_varlen)")
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
