@@ -311,3 +311,13 @@ def test_the_routers_dtype_holds_under_autocast():
     layer.reset_parameters()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(3, 8), return_routing=True)[1].dtype == torch.float32
+
+
+def test_a_compiled_module_drops_the_same_pairs():
+    """With the compiler's own code, not only its tracing."""
+    m = MoE(6, 5, 4, 2, capacity=2, dtype=F64)
+    torch.compiler.reset()
+    compiled = torch.compile(m, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(9, 6, dtype=F64)
+        torch.testing.assert_close(compiled(x), m(x))
