@@ -195,6 +195,9 @@ def test_weight_grad_of_lower_precision():
     buffer = torch.zeros(8, 16)
     adatom.linear(x, w, weight_grad=buffer).sum().backward()
     torch.testing.assert_close(buffer, x.float().sum(0).expand(8, 16), rtol=1e-5, atol=1e-5)
+    before = buffer.clone()
+    adatom.linear(x, w.detach(), weight_grad=buffer).sum().backward()  # a frozen weight
+    assert torch.equal(buffer, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

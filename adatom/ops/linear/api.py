@@ -40,7 +40,8 @@ def linear(
             what the activation was given in that product's epilogue.
         weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
             float32, and weight.grad stays as it is (accumulation over micro-batches). Every backward
-            through the layer adds, also one that asks for other gradients only; it cannot be differentiated.
+            through the layer adds, also one that asks for other gradients only; it cannot be differentiated, nor can
+            the layer in forward mode. Nothing is added for a weight that requires no gradient.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee".
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
 
