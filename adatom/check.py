@@ -30,6 +30,12 @@ def finite(value: Any, least: float = -math.inf) -> bool:
         return False
 
 
+def require_dense(*tensors: torch.Tensor | None, instead: str = "") -> None:
+    """Raise TypeError for a sparse or nested tensor, whose rows no kernel can read. instead: what there is for it."""
+    dense = all(t is None or t.layout is torch.strided and not t.is_nested for t in tensors)
+    require(dense, f"dense tensors, not sparse or nested ones{instead}", TypeError)
+
+
 def readable(x: torch.Tensor) -> bool:
     """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():

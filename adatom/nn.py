@@ -276,7 +276,7 @@ class MoE(nn.Module):
         if self.router_dtype is None:
             logits = nn.functional.linear(x, self.router)
         else:
-            with torch.autocast(x.device.type, enabled=False):
+            with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
                 logits = nn.functional.linear(x.to(self.router_dtype), self.router.to(self.router_dtype))
         weights, indices = moe_route(logits, self.top_k, selection_bias=self.selection_bias, **self.routing)
         chosen = indices

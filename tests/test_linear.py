@@ -195,6 +195,9 @@ def test_weight_grad_of_lower_precision():
     buffer = torch.zeros(8, 16)
     adatom.linear(x, w, weight_grad=buffer).sum().backward()
     torch.testing.assert_close(buffer, x.float().sum(0).expand(8, 16), rtol=1e-5, atol=1e-5)
+    before = buffer.clone()
+    adatom.linear(x, w.detach(), weight_grad=buffer).sum().backward()  # a frozen weight
+    assert torch.equal(buffer, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,6 +268,7 @@ BAD = {
         TypeError,
         "one dtype",
     ),
+    "sparse": ({"x": torch.zeros(3, 4).to_sparse()}, TypeError, "not sparse or nested"),
     "bias": ({"bias": torch.zeros(4)}, ValueError, r"bias \(out,\).*bias=float32\[4\]"),
     "device": ({"weight": torch.zeros(5, 4, device="meta")}, ValueError, "one device.*on meta"),
     "activation": ({"activation": "tanh"}, ValueError, "relu, gelu.*'tanh'"),
@@ -355,6 +359,8 @@ def test_forward_mode_carries_tangents():
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent, want[1])
+            with pytest.raises(NotImplementedError, match="no weight_grad in forward mode"):
+                adatom.linear(dual, w, weight_grad=torch.zeros(6, 8))
 
 
 def test_results_may_be_changed_in_place():

@@ -58,7 +58,7 @@ def test_few_rows_and_tiles_are_left_to_pytorch():
     [
         ({"dtype": torch.float32}, "takes float16 and bfloat16"),
         ({"n": 4100}, "multiples of 8 features; got 1024 and 4100"),
-        ({"k": 1028}, "multiples of 16 bytes"),
+        ({"k": 1028}, "multiples of 8 features; got 1028 and 4096"),
         ({"cut": 4}, "multiples of 16 bytes"),
         ({"m": 0}, "empty"),
         ({"machine": H100._replace(arch=100)}, "this is sm_100"),

@@ -509,6 +509,7 @@ GOOD = {
 }
 BAD = {
     "no tensor": ({"weights": 1.0}, TypeError, r"tensors; got .*weights=1.0"),
+    "sparse": ({"x": torch.zeros(3, 4).to_sparse()}, TypeError, "not sparse or nested"),
     "dtypes": ({"w_down": torch.zeros(5, 4, 3, dtype=F64)}, TypeError, "one dtype.*w_down=float64"),
     "integers": ({"x": torch.zeros(3, 4, dtype=torch.int32)}, TypeError, "one dtype.*x=int32"),
     "weights": ({"weights": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "floating weights"),
@@ -540,6 +541,8 @@ def test_bad_logits_are_answered():
         adatom.moe(torch.zeros(3, 4), torch.zeros(2, 5), *experts, top_k=2)
     with pytest.raises(TypeError, match="router_logits"):
         adatom.moe(torch.zeros(3, 4), None, *experts, top_k=2)
+    with pytest.raises(TypeError, match="tensors; got.*w_gate_up"):
+        adatom.moe(torch.zeros(3, 4), torch.zeros(3, 5), experts[0], None, top_k=2)
 
 
 def test_explain():
@@ -549,6 +552,8 @@ def test_explain():
         ("moe_fwd", "torch"),
         ("moe_bwd", "torch"),
     ]
+    with pytest.raises(ValueError, match="a logit for each expert"):
+        adatom.explain("moe", GOOD["x"], torch.zeros(3, 6), GOOD["w_gate_up"], GOOD["w_down"], top_k=2)
 
 
 def test_what_a_choice_sees():
@@ -596,3 +601,4 @@ def test_module_with_capacity():
     half = MoE(6, 5, 4, 2, router_dtype=torch.float32, dtype=torch.bfloat16)
     _, logits, _ = half(x.bfloat16(), return_routing=True)
     assert logits.dtype == torch.float32
+    assert half.to("meta")(x.bfloat16().to("meta")).shape == x.shape

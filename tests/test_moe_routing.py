@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +195,9 @@ BAD = {
     "groups kept": ({"groups": (4, 5)}, ValueError, "kept from 1 to n"),
     "groups of what": ({"groups": (4,)}, ValueError, r"groups \(n, kept\)"),
     "too few": ({"groups": (4, 1), "top_k": 3}, ValueError, "no more experts for a token than its groups have"),
+    "sparse": ({"router_logits": torch.zeros(3, 8).to_sparse()}, TypeError, "not sparse or nested"),
+    "scale": ({"scale": None}, ValueError, "a finite scale"),
+    "scale that is infinite": ({"scale": math.inf}, ValueError, "a finite scale; got scale=inf"),
     "capacity": ({"capacity": 1.5}, ValueError, "a capacity of 0 or more"),
 }
 
@@ -306,3 +311,13 @@ def test_the_routers_dtype_holds_under_autocast():
     layer.reset_parameters()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(3, 8), return_routing=True)[1].dtype == torch.float32
+
+
+def test_a_compiled_module_drops_the_same_pairs():
+    """With the compiler's own code, not only its tracing."""
+    m = MoE(6, 5, 4, 2, capacity=2, dtype=F64)
+    torch.compiler.reset()
+    compiled = torch.compile(m, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(9, 6, dtype=F64)
+        torch.testing.assert_close(compiled(x), m(x))

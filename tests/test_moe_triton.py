@@ -107,6 +107,9 @@ def test_who_is_served(op):
     assert choose(op, posed(DEVICES[90], 4096, torch.float32)).backend == "triton"
     assert choose(op, posed(a100, 0)).backend == choose(op, posed(a100, 9, torch.float64)).backend == "torch"
     assert choose(op, posed(a100, 9, experts=4096)).backend == "torch"
+    for options, why in (({"hidden": 60}, "multiples of 8; got 60 and 48"), ({"tokens": 0}, "empty tensors")):
+        with pytest.raises(NotImplementedError, match=why):
+            choose(op, posed(DEVICES[90], **{"tokens": 9} | options), "hopper")
     for machine, why in ((Device("cuda", 75, 68, 65536), "sm_80"), (Device("cpu", 0, 0, 0), "CUDA")):
         with pytest.raises(NotImplementedError, match=why):
             choose(op, posed(machine, 9), "triton")

@@ -283,6 +283,16 @@ def test_gradients_for_many_cotangents_take_the_long_way(norm, monkeypatch):
     assert addresses
 
 
+def test_what_must_be_copied_takes_the_long_way(monkeypatch):
+    """A plan hands tensors on as they are, but kernels read the numbers of a weight one after the other."""
+    monkeypatch.setattr(signature, "ANY_DEVICE", True)
+    monkeypatch.setattr(api, "_plans", {})
+    x, w = torch.randn(3, 8), torch.randn(8, 2)[:, 0]
+    assert not w.is_contiguous()
+    torch.testing.assert_close(adatom.rms_norm(x, w), adatom.rms_norm(x, w.clone()))
+    assert len(api._plans) == 1  # of the clone
+
+
 def test_the_short_way_tells_calls_apart(monkeypatch):
     monkeypatch.setattr(signature, "ANY_DEVICE", True)
     api._plans.clear()
@@ -349,8 +359,12 @@ def test_wrong_arguments():
     for eps in (-1e-6, float("nan"), float("inf"), None, "1e-6"):
         with pytest.raises(ValueError, match=f"a finite eps >= 0; got eps={eps!r}"):
             adatom.rms_norm(x, w, eps=eps)
-    with pytest.raises(TypeError, match="tensors"):
-        adatom.layer_norm(x, 2.0)
+    for bad in ((x, 2.0), ([1.0], w)):
+        with pytest.raises(TypeError, match="expected tensors; got"):
+            adatom.layer_norm(*bad)
+    for bad in ((x.to_sparse(), w), (x, w.to_sparse())):
+        with pytest.raises(TypeError, match="not sparse or nested"):
+            adatom.rms_norm(*bad)
     with pytest.raises(ValueError, match="one device"):
         adatom.layer_norm(x, w.to("meta"))
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
@@ -360,6 +374,10 @@ def test_wrong_arguments():
 def test_explain():
     table = adatom.explain("norm", torch.randn(2, 8), torch.randn(8))
     assert [(v.op, v.backend) for v in table if v.chosen] == [("norm_fwd", "torch"), ("norm_bwd", "torch")]
+    with pytest.raises(ValueError, match="a finite eps >= 0"):
+        adatom.explain("rms_norm", torch.randn(2, 8), eps=-1.0)
+    with pytest.raises(TypeError, match="epsilon"):
+        adatom.explain("rms_norm", torch.randn(2, 8), epsilon=1.0)
 
 
 def test_what_runs_on_a_gpu():

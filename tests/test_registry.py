@@ -211,6 +211,7 @@ def test_hopper_takes_the_forward(problem):
         (attended("sm_80"), "needs a Hopper GPU"),
         (attended("sm_100"), "needs a Hopper GPU"),
         (attended(dtype=torch.float32), "takes float16 and bfloat16"),
+        (attended(dims=(100, 100)), "takes head_dims in multiples of 8; got 100, v's 100"),  # nor do strides suit TMA
         (attended(dims=(64, 264)), "v's head_dim must be a multiple of 8 from 8 to 256"),
         (attended(dims=(32, 16)), "head_dim of 32 or less"),
         (attended(softcap=20.0), "with softcap"),

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-CHECKS = ["scaled_products", "products_of_nothing", "padding_is_never_read", "rows_that_do_not_exist", "shared_sums"]
+CHECKS = [
+    "scaled_products",
+    "products_of_nothing",
+    "padding_is_never_read",
+    "rows_that_do_not_exist",
+    "shared_sums",
+    "vectors_with_gaps",
+]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -115,6 +122,33 @@ def shared_sums():
         for parts in several:
             triton_call.Call.parts = lambda *_, parts=parts: parts
             agree(three_orders("triton", [*leaves, bias]), expected)
+
+
+def vectors_with_gaps():
+    """Sinks, lengths, weights and biases whose numbers do not follow each other in memory, or are one and the same."""
+    q, k, v = (torch.randn(3, 2, 9, 16) for _ in range(3))
+    packed, x = torch.randn(3, 20, 2, 16), torch.randn(5, 16)
+    w = torch.randn(8, 16)
+
+    def everything(sinks, kv_lens, cu_seqlens, weight, bias, bias_out):
+        yield adatom.attention(q, k, v, sinks=sinks, kv_lens=kv_lens)
+        yield adatom.attention_varlen(*packed, cu_seqlens, cu_seqlens, sinks=sinks)
+        yield adatom.rms_norm(x, weight)
+        yield adatom.layer_norm(x, weight, bias)
+        for activation in (None, "gelu"):
+            yield adatom.linear(x, w, bias_out, activation=activation)
+
+    columns = [torch.randn(n, 2)[:, 1] for n in (2, 16, 16, 8)]
+    lens, cu_seqlens = (torch.tensor(n)[:, 0] for n in ([[4, 8], [9, 8], [2, 8]], [[0, 9], [7, 9], [20, 9]]))
+    same = [torch.randn(1).expand(n) for n in (2, 16, 16, 8)]
+    for vectors in ((columns[0], lens, cu_seqlens, *columns[1:]), (same[0], lens[:1].expand(3), cu_seqlens, *same[1:])):
+        assert not any(t.is_contiguous() for t in vectors)
+        dense = [t.contiguous() for t in vectors]
+        agree(everything(*vectors), everything(*dense))
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (*vectors, *dense)]
+        loss = sum(y.square().sum() for y in (*everything(*leaves[:6]), *everything(*leaves[6:])))
+        loss.backward()
+        agree((t.grad for t in leaves[:6] if t.requires_grad), (t.grad for t in leaves[6:] if t.requires_grad))
 
 
 if __name__ == "__main__":

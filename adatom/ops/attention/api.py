@@ -11,7 +11,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from adatom.check import finite, readable, require
+from adatom.check import finite, readable, require, require_dense
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -298,8 +298,7 @@ def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     """q, k, v as autocast gives them to scaled_dot_product_attention: floats but float64 take its dtype."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         require(False, "tensors q, k and v", TypeError, q=q, k=k, v=v)
-    if any(x.layout != torch.strided or x.is_nested for x in (q, k, v)):
-        require(False, "dense tensors, not sparse or nested ones (lengths that differ: attention_varlen)", TypeError)
+    require_dense(q, k, v, instead=" (lengths that differ: attention_varlen)")
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
@@ -372,7 +371,7 @@ def _checked(
             o = o._replace(window_left=-1)
         if o.window_right >= seqlen_q - 1:
             o = o._replace(window_right=-1)
-    return Inputs(_rows(q), _rows(k), _rows(v), bias, sinks, kv_lens), o
+    return Inputs(_rows(q), _rows(k), _rows(v), bias, *_in_order(sinks, kv_lens)), o
 
 
 def _checked_varlen(
@@ -413,6 +412,7 @@ def _checked_varlen(
                     False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()}
                 )
     o = _options(head_dim, causal, window, softcap, scale, precision)
+    sinks, cu_seqlens_q, cu_seqlens_k = _in_order(sinks, cu_seqlens_q, cu_seqlens_k)
     return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
 
 
@@ -512,3 +512,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     strides could not have contiguous rows."""
     overlap = any(0 < stride < x.shape[-1] and n > 1 for n, stride in zip(x.shape[:-1], x.stride()))
     return x.contiguous() if overlap else in_rows(x)
+
+
+def _in_order(*vectors: Any) -> Any:
+    """Vectors as kernels read them, one number after the other: every second number or an expanded one is copied."""
+    return (x if x is None else x.contiguous() for x in vectors)

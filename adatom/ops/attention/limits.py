@@ -120,6 +120,8 @@ def _hopper(p: Problem) -> str | None:
         return f"takes float16 and bfloat16; got {p.dtype}"
     if not (p.batch and p.heads and p.seqlen_q and p.seqlen_k):
         return "does not take empty tensors"
+    if p.head_dim % 8 or p.head_dim_v % 8:  # which no strides mend
+        return f"takes head_dims in multiples of 8; got {p.head_dim}, v's {p.head_dim_v}"
     if not p.tma:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
     return None

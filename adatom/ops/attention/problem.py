@@ -18,7 +18,7 @@ class Inputs(NamedTuple):
     cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,).
     bias: 4-D, each dimension 1 or that of the scores (batch, heads, seqlen_q, seqlen_k); float, or bool (True attends).
         Its first may also divide batch: then each slice serves batch / n consecutive elements.
-    sinks: (heads,) float. kv_lens: (batch,) int32.
+    sinks: (heads,) float. kv_lens: (batch,) int32. These and cu_seqlens are contiguous.
     """
 
     q: torch.Tensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import require
+from adatom.check import require, require_dense
 from adatom.ops.linear import op, reference
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 
@@ -40,7 +40,8 @@ def linear(
             what the activation was given in that product's epilogue.
         weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
             float32, and weight.grad stays as it is (accumulation over micro-batches). Every backward
-            through the layer adds, also one that asks for other gradients only; it cannot be differentiated.
+            through the layer adds, also one that asks for other gradients only; it cannot be differentiated, nor can
+            the layer in forward mode. Nothing is added for a weight that requires no gradient.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee".
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
 
@@ -81,6 +82,7 @@ def call(
 ) -> torch.Tensor:
     """The operator on checked arguments, keeping what its backward needs if there may be one."""
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
+        require(into is None, "no weight_grad in forward mode, whose operators know of none", NotImplementedError)
         rows = Inputs(rows_of(x), weight, up, bias)
         out = reference.value(reference.preactivation(rows), o).to(x.dtype)
         return out.reshape(*x.shape[:-1], out.shape[-1])
@@ -108,10 +110,11 @@ def _checked(
     x: Any, weight: Any, up: Any, bias: Any, activation: str | None, gated: bool, precision: str | None
 ) -> tuple[Any, Any, Any, Any, Options]:
     """The tensors as autocast would give them to F.linear, and the options, checked."""
-    given = {"x": x, "weight": weight, "up": up, "bias": bias}
+    given = {"x": x, "w_gate": weight, "w_up": up} if gated else {"x": x, "weight": weight, "bias": bias}
     tensors = all(isinstance(t, torch.Tensor) for t in (x, weight))
     if not tensors or not all(isinstance(t, torch.Tensor) or t is None for t in (up, bias)):
         require(False, "tensors", TypeError, **given)
+    require_dense(x, weight, up, bias)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -125,7 +128,7 @@ def _checked(
     if any(t.device != x.device for t in present):
         require(False, "all tensors on one device", **given)
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        require(False, "x (..., in) and weight (out, in)", **given)
+        require(False, f"x (..., in) and {'weights' if gated else 'weight'} (out, in)", **given)
     if up is not None and up.shape != weight.shape:
         require(False, "gate and up weights of one shape (out, in)", **given)
     if gated and up is None and weight.shape[0] % 2:
@@ -137,4 +140,6 @@ def _checked(
         require(False, f"an activation among {', '.join(ACTIVATIONS)}", activation=activation)
     if precision is not None and precision not in PRECISIONS:
         require(False, f"a precision among {', '.join(PRECISIONS)}", precision=precision)
+    if bias is not None:
+        bias = bias.contiguous()  # kernels read one number after the other
     return x, weight, up, bias, Options(name, gated, precision or "tf32x3")

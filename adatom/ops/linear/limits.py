@@ -50,7 +50,7 @@ def triton_fwd(p: Problem) -> str | None:
     if (why := triton(p)) is not None:
         return why
     if p.dtype in _HALVES and p.device.arch == 90 and (p.out_features % 2 == 0 or _few_tiles(p)):
-        return "was slower on Hopper than PyTorch's kernels one after the other, but for odd numbers of features"
+        return "was slower on Hopper than PyTorch's kernels one after the other, but for odd numbers of features out"
     return None
 
 
@@ -73,10 +73,10 @@ def hopper_any(p: Problem) -> str | None:
         return f"takes float16 and bfloat16; got {p.dtype}"
     if not (p.rows and p.in_features and p.out_features):
         return "does not take empty tensors"
-    if not p.tma:
-        return "needs addresses and strides of x and the weights that are multiples of 16 bytes"
     if p.in_features % 8 or p.out_features % 8:
         return f"needs multiples of 8 features; got {p.in_features} and {p.out_features}"
+    if not p.tma:
+        return "needs addresses and strides of x and the weights that are multiples of 16 bytes"
     return None
 
 

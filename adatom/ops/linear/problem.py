@@ -13,7 +13,7 @@ ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call: x (rows, in), weight (out, in), bias (out,).
+    """The tensors of one call: x (rows, in), weight (out, in), bias (out,), contiguous.
 
     Gated: weight (2 * out, in), the gate's rows first, or the gate's (out, in) with `up` (out, in); no bias.
     """

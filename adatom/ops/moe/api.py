@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import require
+from adatom.check import require, require_dense
 from adatom.ops.linear.problem import ACTIVATIONS, rows_of
 from adatom.ops.moe.op import moe_fwd
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
@@ -36,18 +36,11 @@ def moe(
 
     Raises: as `moe_route` and `moe_routed`.
     """
-    tensors = isinstance(x, torch.Tensor) and isinstance(router_logits, torch.Tensor)
-    if not tensors or x.shape[:-1] != router_logits.shape[:-1] or x.device != router_logits.device:
-        error = ValueError if tensors else TypeError
-        require(
-            False, "x (..., hidden), router_logits (..., experts), one device", error, x=x, router_logits=router_logits
-        )
+    _check_logits(x, router_logits, w_down)
     weights, indices = moe_route(
         router_logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias, groups=groups,
         scale=scale, capacity=capacity,
     )  # fmt: skip
-    experts = w_down.shape[0] if isinstance(w_down, torch.Tensor) and w_down.dim() else None
-    require(router_logits.shape[-1] == experts, "a logit for each expert", router_logits=router_logits, w_down=w_down)
     return moe_routed(
         x, weights, indices, w_gate_up, w_down, activation=activation, recompute=recompute, backend=backend
     )
@@ -111,12 +104,25 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
         bound.apply_defaults()
         g = bound.arguments
         logits = g["router_logits"]
+        _check_logits(g["x"], logits, g["w_down"])
         how = ("renormalize", "scoring", "selection_bias", "groups", "scale", "capacity")
         routed = moe_route(logits.detach(), g["top_k"], **{name: g[name] for name in how})
         rest = ("w_gate_up", "w_down", "activation", "recompute", "backend")
         return problem_of(g["x"], *routed, **{name: g[name] for name in rest})
     x, o, recompute, backend = inputs_of(*args, **kwargs)
     return problem(x, o, recompute), backend
+
+
+def _check_logits(x: Any, router_logits: Any, w_down: Any) -> None:
+    """What `moe` asks of the logits beside the other tensors, which `_checked` looks at."""
+    tensors = isinstance(x, torch.Tensor) and isinstance(router_logits, torch.Tensor)
+    if not tensors:
+        require(False, "tensors x and router_logits", TypeError, x=x, router_logits=router_logits)
+    require_dense(x, router_logits)
+    if x.shape[:-1] != router_logits.shape[:-1] or x.device != router_logits.device:
+        require(False, "x (..., hidden), router_logits (..., experts), one device", x=x, router_logits=router_logits)
+    if isinstance(w_down, torch.Tensor) and w_down.dim() == 3 and router_logits.shape[-1:] != w_down.shape[:1]:
+        require(False, "a logit for each expert", router_logits=router_logits, w_down=w_down)
 
 
 def _checked(
@@ -126,6 +132,7 @@ def _checked(
     given = {"x": x, "weights": weights, "indices": indices, "w_gate_up": w_gate_up, "w_down": w_down}
     if not all(isinstance(t, torch.Tensor) for t in given.values()):
         require(False, "tensors", TypeError, **given)
+    require_dense(*given.values())
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -26,10 +26,12 @@ def hopper_any(p: Problem) -> str | None:
         return "needs a Hopper GPU (sm_90)"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; got {p.dtype}"
+    if not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
+        return "does not take empty tensors"
+    if p.hidden % 8 or p.intermediate % 8:
+        return f"needs hidden and intermediate features in multiples of 8; got {p.hidden} and {p.intermediate}"
     if not p.aligned:
         return "needs contiguous rows, and addresses and strides of multiples of 16 bytes"
-    if p.hidden % 8 or p.intermediate % 8 or not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
-        return "needs hidden and intermediate features in multiples of 8, and tokens"
     return _many(p)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adatom.check import require
+from adatom.check import finite, require, require_dense
 from adatom.ops.moe.problem import Tensor, inverse_of, plan
 
 SCORINGS = ("softmax", "sigmoid")
@@ -67,6 +67,7 @@ def moe_route(
         weights = torch.softmax(router_logits.gather(-1, indices).to(scores.dtype), -1)
     elif renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _NONE)
+    require(isinstance(scale, Tensor) or finite(scale), "a finite scale", scale=scale)
     if scale != 1.0:
         weights = weights * scale
     if capacity is not None:
@@ -131,6 +132,7 @@ def _integers(indices: Tensor) -> bool:
 def _check_logits(router_logits: Any, scoring: str) -> None:
     if not isinstance(router_logits, Tensor) or not router_logits.is_floating_point():
         require(False, "floating router_logits (..., experts)", TypeError, router_logits=router_logits)
+    require_dense(router_logits)
     require(
         router_logits.dim() > 0 and router_logits.shape[-1] > 0, "router_logits (..., experts)",
         router_logits=router_logits,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import finite, require
+from adatom.check import finite, require, require_dense
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
@@ -70,10 +70,11 @@ def layer_norm(
 
 
 def problem_of(
-    x: torch.Tensor, weight: Any = None, bias: Any = None, *, residual: Any = None, backend: str | None = None, **_: Any
-) -> tuple[Problem, str | None]:
+    x: torch.Tensor, weight: Any = None, bias: Any = None, *, eps: float = 0.0, residual: Any = None,
+    backend: str | None = None,
+) -> tuple[Problem, str | None]:  # fmt: skip
     """The problem that `layer_norm` of these arguments poses, or, without a bias, `rms_norm`; and `backend`."""
-    return problem(*_checked(x, residual, weight, bias), bias is not None), backend
+    return problem(*_checked(x, residual, weight, bias, eps), bias is not None), backend
 
 
 _plans: dict[Any, Plan] = {}
@@ -94,7 +95,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
 
 def _planned(given: tuple[Any, Any, Any, Any], eps: float, centred: bool, backend: str | None) -> Plan | None:
     """The plan of a call; None for those that are watched, and for tensors not on a GPU."""
-    if watched() or not isinstance(eps, float):
+    if watched() or not isinstance(eps, float) or not isinstance(given[0], Tensor):
         return None
     key = signature(given)
     if key is None:
@@ -102,19 +103,23 @@ def _planned(given: tuple[Any, Any, Any, Any], eps: float, centred: bool, backen
     key = (key, eps, centred, backend)
     plan = _plans.get(key)
     if plan is None:
+        checked = _checked(*given, eps)
+        if any(a is not b for a, b in zip(checked, given)):  # a plan copies nothing
+            return None
         if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
             _plans.clear()
-        plan = _plans[key] = Plan(_checked(*given, eps), eps, centred, backend)
+        plan = _plans[key] = Plan(checked, eps, centred, backend)
     return plan
 
 
 def _checked(
-    x: Any, residual: Any, weight: Any, bias: Any, eps: float = 0.0
+    x: Any, residual: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
     """x, residual, weight and bias as autocast would give them to PyTorch's norms, checked."""
     given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     if not isinstance(x, Tensor) or not all(isinstance(t, Tensor) or t is None for t in (residual, weight, bias)):
         require(False, "tensors", TypeError, **given)
+    require_dense(x, residual, weight, bias)
     if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):  # as torch: in float32; not on CPUs
         low = (torch.float16, torch.bfloat16)
         x, residual, weight, bias = (
@@ -131,4 +136,5 @@ def _checked(
         require(False, "a residual of x's shape", **given)
     if not finite(eps, 0):
         require(False, f"a finite eps >= 0; got eps={eps!r}")  # None too
+    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))  # one number after the other in memory
     return x, residual, weight, bias
