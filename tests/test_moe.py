@@ -589,16 +589,3 @@ def test_module():
     out.sum().backward()
     assert all(p.grad is not None for p in m.parameters())
     assert torch.equal(m(x), out) and "experts=4" in repr(m)
-
-
-def test_module_with_capacity():
-    torch.manual_seed(0)
-    m = MoE(6, 5, 4, 2, capacity=2, dtype=F64)
-    x = torch.randn(9, 6, dtype=F64)
-    out, logits, indices = m(x, return_routing=True)
-    torch.testing.assert_close(out, adatom.moe(x, logits, m.gate_up, m.down, top_k=2, capacity=2))
-    assert indices.max() < 4 and not torch.equal(out, adatom.moe(x, logits, m.gate_up, m.down, top_k=2))
-    half = MoE(6, 5, 4, 2, router_dtype=torch.float32, dtype=torch.bfloat16)
-    _, logits, _ = half(x.bfloat16(), return_routing=True)
-    assert logits.dtype == torch.float32
-    assert half.to("meta")(x.bfloat16().to("meta")).shape == x.shape

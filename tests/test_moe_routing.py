@@ -313,6 +313,19 @@ def test_the_routers_dtype_holds_under_autocast():
         assert layer(torch.randn(3, 8), return_routing=True)[1].dtype == torch.float32
 
 
+def test_module_with_capacity():
+    torch.manual_seed(0)
+    m = MoE(6, 5, 4, 2, capacity=2, dtype=F64)
+    x = torch.randn(9, 6, dtype=F64)
+    out, logits, indices = m(x, return_routing=True)
+    torch.testing.assert_close(out, adatom.moe(x, logits, m.gate_up, m.down, top_k=2, capacity=2))
+    assert indices.max() < 4 and not torch.equal(out, adatom.moe(x, logits, m.gate_up, m.down, top_k=2))
+    half = MoE(6, 5, 4, 2, router_dtype=torch.float32, dtype=torch.bfloat16)
+    _, logits, _ = half(x.bfloat16(), return_routing=True)
+    assert logits.dtype == torch.float32
+    assert half.to("meta")(x.bfloat16().to("meta")).shape == x.shape
+
+
 def test_a_compiled_module_drops_the_same_pairs():
     """With the compiler's own code, not only its tracing."""
     m = MoE(6, 5, 4, 2, capacity=2, dtype=F64)
