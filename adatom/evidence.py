@@ -94,12 +94,15 @@ def on_gpu(target: str) -> bool:
 
 def beside(path: Path, machine: dict[str, Any], judged: set[tuple[str, str]]) -> list[Proof]:
     """The proofs of a record that new ones of the rows `judged`, (pass, backend), leave standing: those of other rows.
-    ValueError if the record is of another GPU or other versions than `machine`."""
+    ValueError if the record is of another GPU or other versions than `machine`, or none."""
     if not path.exists():
         return []
-    record = json.loads(path.read_text())
-    of = {"commit": record["commit"] or ""}
-    kept = [Proof(**(of | row)) for row in record["rows"] if (row["op"], row["backend"]) not in judged]
+    try:
+        record = json.loads(path.read_text())
+        of = {"commit": record["commit"] or ""}
+        kept = [Proof(**(of | row)) for row in record["rows"] if (row["op"], row["backend"]) not in judged]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no evidence; name another file") from None
     for what in ("gpu", "versions"):
         if kept and record[what] != machine[what]:
             raise ValueError(f"{path} is of {what} {record[what]}, this is {machine[what]}; name another file")

@@ -489,7 +489,8 @@ def command(
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, in about a minute.")] = False,
     record: Annotated[
-        Path | None, typer.Option(help="Write the evidence: evidence/<gpu>.json; of some rows, beside what it holds.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Write evidence: evidence/<gpu>.json; of some rows, beside what it holds."),
     ] = None,
     unproven: Annotated[bool, typer.Option("--unproven", help="Only rows that no evidence here proves.")] = False,
     shape: Annotated[

@@ -113,6 +113,10 @@ def test_new_proofs_leave_those_of_other_rows(tmp_path):
     assert evidence.beside(path, machine, {("norm_fwd", "one")}) == [proofs[1]._replace(commit="abc")]
     with pytest.raises(ValueError, match="name another file"):
         evidence.beside(path, machine | {"gpu": "another"}, {("norm_fwd", "one")})
+    for other in ("", "[]", "{}", '{"commit": null, "rows": [{"op": "norm_fwd", "backend": "two"}]}'):
+        path.write_text(other)
+        with pytest.raises(ValueError, match="is no evidence"):
+            evidence.beside(path, machine, {("norm_fwd", "one")})
 
 
 @pytest.mark.parametrize(

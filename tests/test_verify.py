@@ -300,6 +300,7 @@ def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):
         (["--varlen", "--bias", "bhqk"], "take no bias"),
         (["--varlen", "--kv-lens"], "no padding for --kv-lens"),
         (["--record", "evidence.json"], "evidence takes a GPU"),
+        (["--record", "."], "is a directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
