@@ -30,6 +30,8 @@ from adatom.ops.attention import hopper_float_tiles as tiles_part  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
+from adatom.ops.attention.triton_call import Call  # noqa: E402
+from adatom.registry import choose  # noqa: E402
 from adatom.tiles.launch import observed  # noqa: E402
 
 F16, F32 = torch.float16, torch.float32
@@ -275,6 +277,8 @@ def test_roles(i):
         ({"bias_heads": 4, "bias_batch": 32}, "share", "share"),
         ({"bias_dtype": torch.bfloat16}, "q's dtype", "q's dtype"),
         ({"bias_grad": False}, None, "nobody wants"),
+        ({"batch": 16, "length": 16384}, None, None),
+        ({"batch": 16, "length": 16500}, None, "16896 keys"),
         ({"precision": "tf32"}, "tf32x3", "tf32x3"),
         ({"dtype": torch.bfloat16, "bias_dtype": torch.bfloat16, "precision": None}, "float32", "float32"),
     ],
@@ -289,6 +293,50 @@ def test_limits(options, forward_word, backward_word):
         causal, precision = options.get("causal", False), options.get("precision", "tf32x3")
         x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias, causal=causal, precision=precision)
         posed = problem(x, o, options.get("bias_grad", True))
+        if options == {}:
+            assert choose("attention_bwd", posed, "deterministic").backend == "hopper_float"
     for unfit, word in ((limits.hopper_float_fwd, forward_word), (limits.hopper_float_bwd, backward_word)):
         why = unfit(posed)
         assert (why is None) if word is None else word in why, why
+
+
+@pytest.mark.parametrize("sms", [16, 60, 114, 132])
+def test_programs_are_whole_chains(sms):
+    """Up to the longest that is taken; no program has more of a chain than its place in it."""
+    device = H100._replace(sms=sms)
+    for n in (256, 520, 1024, 2048, 8192, 16384, 32768):
+        q = torch.empty(256, 4, n, 32, device="meta")
+        with pretend(device):
+            x, o, _ = inputs_of(q=q, k=q, v=q, bias=q[:1, ..., :1].expand(1, 4, n, n))
+            why = limits.hopper_float_bwd(problem(x, o, True)._replace(bias_tma=True))
+            rounded = 1 << (n - 1).bit_length()
+            assert (why is None) == (rounded <= 128 * sms), why
+            if why is None:
+                launch = bias_part.sums_launch(Call(x, o), x.bias, n)
+                assert 0 < launch.programs <= sms and launch.programs % -(-n // 128) == 0
+
+
+def test_results_repeat_under_load_and_in_many_streams(cuda):
+    """All gradients have the same bits, whatever else the GPU does: copies, or the same kernels from other streams."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    load = torch.empty(2**26, device=cuda)
+    for batch, heads, len_q, len_k in (
+        (72, 4, 500, 520), (16, 16, 768, 768), (64, 1, 900, 1000), (16, 2, 1100, 4088), (256, 4, 256, 256)
+    ):  # fmt: skip
+        q, dout = (torch.randn(batch, heads, len_q, 32, device=cuda) for _ in range(2))
+        k, v = (torch.randn(batch, heads, len_k, 32, device=cuda) for _ in range(2))
+        bias = torch.randn(1, heads, len_q, len_k, device=cuda)
+        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+        out, lse = fwd.forward(x, o)
+        first = bwd.backward(x, o, out, lse, dout, None, True)[:4]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            found = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found += bwd.backward(x, o, out, lse, dout, None, True)[:4]
+            load.mul_(1.5)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(first * len(streams), found))

@@ -230,7 +230,11 @@ def hopper_float_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient, in float32."""
     if (why := hopper_float_fwd(p)) is not None:
         return why
-    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
+    if not p.bias_grad:
+        return "makes dQ along with the gradient of the bias, which nobody wants"
+    if p.seqlen_k > (most := 128 * p.device.sms):  # a multiprocessor for each block of keys: they hand dQ on
+        return f"is for {most} keys or fewer; got {p.seqlen_k}"
+    return None
 
 
 def hopper_shared_bwd(p: Problem) -> str | None:
