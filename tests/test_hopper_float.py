@@ -302,7 +302,7 @@ def test_limits(options, forward_word, backward_word):
 
 @pytest.mark.parametrize("sms", [16, 60, 114, 132])
 def test_programs_are_whole_chains(sms):
-    """Up to the longest that is taken; no program has more of a chain than its place in it."""
+    """Up to the longest that is taken, and no more of them than there are multiprocessors."""
     device = H100._replace(sms=sms)
     for n in (256, 520, 1024, 2048, 8192, 16384, 32768):
         q = torch.empty(256, 4, n, 32, device="meta")

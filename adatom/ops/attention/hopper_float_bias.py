@@ -59,7 +59,7 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 DQ_STAGES = gl.constexpr(2)  # buffers of dQ
 APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
-_SPILL = 320  # 96 under Triton 3.6
+_SPILL = 192  # 52 under Triton 3.6
 
 
 @gluon.jit
@@ -259,8 +259,8 @@ def _sums_kernel(Q, K, V, DOut, Rows, Delta, Factors, Bias, DQ, Done, DBias, bia
 
     q, k, v and dO in parts; Rows, Delta, `padded` for each (batch, head), and Factors, (6, n_heads), of `ahead`. Each
     slice of the bias serves `shared` (batch, head), of `repeats` consecutive batch elements; its number is multiplied
-    by bias_b, that of its head by bias_h: 0 along expanded dimensions. Done: int32, 0; number 0 becomes how many programs
-    have begun, those from APART times (1 + program) on how many pieces of dQ each has handed on.
+    by bias_b, that of its head by bias_h: 0 along expanded dimensions. Done: int32, 0; number 0 becomes how many
+    programs have begun, those from APART times (1 + program) on how many pieces of dQ each has handed on.
     """
     q_s = make_tiles(Q, STAGES * 2)
     k_s = make_tiles(K, STAGES * 2)
@@ -287,8 +287,10 @@ def _sums_kernel(Q, K, V, DOut, Rows, Delta, Factors, Bias, DQ, Done, DBias, bia
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, Factors, tiles, bars, dq_bars, me, slices, counts, n_heads, scale, 0, SHARED_HEADS, EVEN_N)),
-        (_consumer, (DBias, Factors, tiles, bars, dq_bars, me, slices, counts, n_heads, scale, 1, SHARED_HEADS, EVEN_N)),
+        (_consumer, (DBias, Factors, tiles, bars, dq_bars, me, slices, counts, n_heads, scale, 0, SHARED_HEADS,
+                     EVEN_N)),
+        (_consumer, (DBias, Factors, tiles, bars, dq_bars, me, slices, counts, n_heads, scale, 1, SHARED_HEADS,
+                     EVEN_N)),
         (_producer, (Q, K, V, DOut, Rows, Delta, Bias, several, tiles, bars, me, slices, counts, SHARED_HEADS)),
         (_fetcher, (DQ, Done, dq_s, dq_bars, me, slices, counts, SHARED_HEADS)),
         (_passer, (DQ, Done, dq_s, dq_bars, me, slices, counts, SHARED_HEADS)),
