@@ -59,10 +59,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_fwd", "reference", "attention.reference:forward", attention.reference),
     Row("attention_bwd", "one_tile", "attention.triton_tile:backward", attention.one_tile),
     Row("attention_bwd", "hopper_shared", "attention.hopper_shared_bwd:backward", attention.hopper_shared_bwd),
-    Row(
-        *("attention_bwd", "hopper_float", "attention.hopper_float_bwd:backward", attention.hopper_float_bwd),
-        deterministic=False,
-    ),
+    Row("attention_bwd", "hopper_float", "attention.hopper_float_bwd:backward", attention.hopper_float_bwd),
     Row("attention_bwd", "hopper", "attention.hopper_bwd:backward", attention.hopper_bwd, deterministic=False),
     Row("attention_bwd", "hopper_ordered", "attention.hopper_bwd:backward_ordered", attention.hopper_bwd_ordered),
     Row("attention_bwd", "hopper_deep", "attention.hopper_deep:backward", attention.hopper_deep),

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,6 +30,8 @@ from adatom.ops.attention import hopper_float_tiles as tiles_part  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
+from adatom.ops.attention.triton_call import Call  # noqa: E402
+from adatom.registry import choose  # noqa: E402
 from adatom.tiles.launch import observed  # noqa: E402
 
 F16, F32 = torch.float16, torch.float32
@@ -84,12 +87,19 @@ def python(machine: Machine, module: ModuleType, programs: int, **known: Any) ->
     return names
 
 
-def run(module: ModuleType, programs: int, roles: Any, **known: Any) -> None:
-    for pid in range(programs):
+def run(module: ModuleType, programs: int, roles: Any, together: bool = False, **known: Any) -> None:
+    """All programs of a kernel, one after the other or all at once."""
+
+    def one(pid: int) -> None:
         machine = Machine(pid, pid)
         names = python(machine, module, programs, **known)
-        machine.python = lambda names=names: names  # type: ignore[method-assign]
+        names |= {"wait_turn": shared.wait_turn, "pass_turn": shared.pass_turn(machine)}
+        machine.python = lambda: names  # type: ignore[method-assign]
         play(machine, roles(machine))
+
+    with ThreadPoolExecutor(programs if together else 1) as pool:
+        for _ in pool.map(one, range(programs)):
+            pass
 
 
 def forward(x: Any, o: Any, parts: Any, units: torch.Tensor, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,8 +129,11 @@ def forward(x: Any, o: Any, parts: Any, units: torch.Tensor, programs: int) -> t
     return out, lse
 
 
-def backward(x: Any, o: Any, parts: Any, rows: Any, delta: Any, factors: Any, programs: int, split: int) -> Any:
-    """dq, dk, dv, dbias; the sharers of a tile in `split` parts, three of them summed in registers."""
+def backward(
+    x: Any, o: Any, parts: Any, rows: Any, delta: Any, factors: Any, done: Any, chains: int, split: int, together: bool
+) -> Any:  # fmt: skip
+    """dq, dk, dv, dbias; the sharers of a tile in `split` parts, three of them summed in registers, by so many chains
+    of programs, which run one after the other or all at once."""
     batch, heads, len_q, _ = x.q.shape
     len_k, n_heads = x.k.shape[2], batch * heads
     repeats, bias_heads, slices, sharing, several = of_slices(x)
@@ -148,27 +161,30 @@ def backward(x: Any, o: Any, parts: Any, rows: Any, delta: Any, factors: Any, pr
             for c in range(2)
         }  # fmt: skip
 
-    run(bwd, programs, of_keys)
-    dq = torch.zeros_like(x.q)
+    run(bwd, chains, of_keys)
+    dq, done = torch.full_like(x.q, math.nan), done.clone()
     dbias = torch.full((split, *x.bias.shape), math.nan)
 
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
-        ring, n = machine.barriers, bias_part.STAGES.value
+        ring, n, m = machine.barriers, bias_part.STAGES.value, bias_part.DQ_STAGES.value
         tiles_in_all = blocks * -(-len_k // 128) * slices * split
         counts = (heads, repeats, bias_heads, sharing, split, blocks * 128, len_q, len_k, tiles_in_all)
         tiles = (
             *(memory(F16, 2 * n, 128, 32) for _ in range(4)), memory(F32, n, 128), memory(F32, n, 128),
-            memory(F32, 2, 64, 128), memory(F32, 2, 64, 32),
+            memory(F32, 2, 64, 128), memory(F32, m, 128, 32),
         )  # fmt: skip
         bars = ring(n, 10), ring(n, 2), ring(1, 2), ring(1, 2)
+        dq_bars = ring(m, 1), ring(m, 2), ring(m, 1)
         boxes = *(Box(t, 128, 32) for t in parts), Box(rows, 128), Box(delta, 128), Box(x.bias, 64, 128)
-        options = (tiles, bars, slices, counts)
-        into = Pointer(dbias), Box(dq, 64, 32), Pointer(factors)
-        return {"_producer": (*boxes, several, *options, some)} | {
-            f"_consumer {c}": (*into, *options, n_heads, o.scale, c, some, len_k % 128 == 0) for c in range(2)
+        options = (shared.Whole(machine.pid), slices, counts)
+        handed = (Box(dq, 128, 32), shared.Pointer(done), tiles[7], dq_bars, *options, some)
+        into = Pointer(dbias), Pointer(factors), tiles, bars, dq_bars
+        even = len_k % 128 == 0
+        return {"_fetcher": handed, "_passer": handed, "_producer": (*boxes, several, tiles, bars, *options, some)} | {
+            f"_consumer {c}": (*into, *options, n_heads, o.scale, c, some, even) for c in range(2)
         }
 
-    run(bias_part, programs, of_sums, RUN=3)
+    run(bias_part, chains * -(-len_k // 128), of_sums, together, RUN=3)
     return dq, dk, dv, dbias.double().sum(0)
 
 
@@ -211,7 +227,8 @@ def judge(case: tuple[Any, ...], rows_of_a_program: int) -> None:
     with observed(interpret):
         *parts, units = ends.in_parts(x, o)
         out, lse = true_out.float(), true_lse.float()
-        do, rows, delta, factors = ends.ahead(x, o, out, lse, dout, dlse, units, 128)
+        do, rows, delta, factors, done = ends.ahead(x, o, out, lse, dout, dlse, units, 128)
+    assert not done.any()
     for given, found, inverse in zip((q, k, v, dout), (*parts, do), (*units[:3], factors[ends.OF_DV.value] * 2**14)):
         whole = (found[..., :32].double() + found[..., 32:].double()) * inverse.view(batch, heads, 1, 1).double()
         largest = given.abs().amax((2, 3), keepdim=True).double().clamp(min=1e-30)
@@ -223,11 +240,14 @@ def judge(case: tuple[Any, ...], rows_of_a_program: int) -> None:
         close(got, true_out, "out")
         assert torch.allclose(got_lse.double()[~far], true_lse[~far], atol=2e-6, rtol=1e-6)
         assert torch.allclose(got_lse.double(), true_lse, rtol=1e-6, atol=1e-5)
+    found = []
     want = reference.backward(exact, o, true_out, true_lse, dout.double(), dlse, True)[:4]
-    for programs, split in ((1, 1), (3, 2)):
-        results = backward(x, o, (*parts, do), rows, delta, factors, programs, split)
+    for chains, split, together in ((1, 1, True), (2, 2, True), (2, 2, False)):
+        results = backward(x, o, (*parts, do), rows, delta, factors, done, chains, split, together)
         for name, got, true in zip(("dq", "dk", "dv", "dbias"), results, want):
             close(got, true, name)
+        found.append(results[0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])  # pieces of dQ are added in one order
 
 
 def close(got: torch.Tensor, true: torch.Tensor, name: str) -> None:
@@ -257,6 +277,8 @@ def test_roles(i):
         ({"bias_heads": 4, "bias_batch": 32}, "share", "share"),
         ({"bias_dtype": torch.bfloat16}, "q's dtype", "q's dtype"),
         ({"bias_grad": False}, None, "nobody wants"),
+        ({"batch": 16, "length": 16384}, None, None),
+        ({"batch": 16, "length": 16500}, None, "16896 keys"),
         ({"precision": "tf32"}, "tf32x3", "tf32x3"),
         ({"dtype": torch.bfloat16, "bias_dtype": torch.bfloat16, "precision": None}, "float32", "float32"),
     ],
@@ -271,6 +293,50 @@ def test_limits(options, forward_word, backward_word):
         causal, precision = options.get("causal", False), options.get("precision", "tf32x3")
         x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias, causal=causal, precision=precision)
         posed = problem(x, o, options.get("bias_grad", True))
+        if options == {}:
+            assert choose("attention_bwd", posed, "deterministic").backend == "hopper_float"
     for unfit, word in ((limits.hopper_float_fwd, forward_word), (limits.hopper_float_bwd, backward_word)):
         why = unfit(posed)
         assert (why is None) if word is None else word in why, why
+
+
+@pytest.mark.parametrize("sms", [16, 60, 114, 132])
+def test_programs_are_whole_chains(sms):
+    """Up to the longest that is taken, and no more of them than there are multiprocessors."""
+    device = H100._replace(sms=sms)
+    for n in (256, 520, 1024, 2048, 8192, 16384, 32768):
+        q = torch.empty(256, 4, n, 32, device="meta")
+        with pretend(device):
+            x, o, _ = inputs_of(q=q, k=q, v=q, bias=q[:1, ..., :1].expand(1, 4, n, n))
+            why = limits.hopper_float_bwd(problem(x, o, True)._replace(bias_tma=True))
+            rounded = 1 << (n - 1).bit_length()
+            assert (why is None) == (rounded <= 128 * sms), why
+            if why is None:
+                launch = bias_part.sums_launch(Call(x, o), x.bias, n)
+                assert 0 < launch.programs <= sms and launch.programs % -(-n // 128) == 0
+
+
+def test_results_repeat_under_load_and_in_many_streams(cuda):
+    """All gradients have the same bits, whatever else the GPU does: copies, or the same kernels from other streams."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    load = torch.empty(2**26, device=cuda)
+    for batch, heads, len_q, len_k in (
+        (72, 4, 500, 520), (16, 16, 768, 768), (64, 1, 900, 1000), (16, 2, 1100, 4088), (256, 4, 256, 256)
+    ):  # fmt: skip
+        q, dout = (torch.randn(batch, heads, len_q, 32, device=cuda) for _ in range(2))
+        k, v = (torch.randn(batch, heads, len_k, 32, device=cuda) for _ in range(2))
+        bias = torch.randn(1, heads, len_q, len_k, device=cuda)
+        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
+        out, lse = fwd.forward(x, o)
+        first = bwd.backward(x, o, out, lse, dout, None, True)[:4]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            found = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found += bwd.backward(x, o, out, lse, dout, None, True)[:4]
+            load.mul_(1.5)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(first * len(streams), found))

@@ -214,16 +214,16 @@ def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias, None. dq is summed in an order that varies from run to run."""
+    """dq, dk, dv, dbias, None, which repeat bit for bit."""
     bias = x.bias
     assert bias is not None and wanted
     dlse = None if dlse is None else dlse.contiguous()
     plan = remembered(x, "bwd", lambda: _launches(x, o))
     q, k, v, units = in_parts(x, o)
-    do, rows, delta, factors = ahead(x, o, out, lse, dout, dlse, units, BLOCK.value)
+    do, rows, delta, factors, numbers = ahead(x, o, out, lse, dout, dlse, units, BLOCK.value)
     over = _transposed(bias)
-    dq, dk, dv = torch.zeros_like(x.q), empty_like(x.k), empty_like(x.v)
+    dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan.keys(q, k, v, do, rows, delta, factors, over, dk, dv)
     del over  # its memory serves the sums
-    dbias = sum_of_parts(plan.sums, bias, q, k, v, do, rows, delta, factors, bias, dq)
+    dbias = sum_of_parts(plan.sums, bias, q, k, v, do, rows, delta, factors, bias, dq, numbers)
     return dq, dk, dv, dbias, None

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from adatom.ops.attention.hopper_shared_ends import FAR
+from adatom.ops.attention.hopper_shared_ends import FAR, NUMBERS
 from adatom.ops.attention.problem import Inputs, Options, empty
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles.launch import Launch
@@ -77,14 +77,16 @@ def _parts_kernel(X, Parts, Units, stride_b, stride_h, stride_m, heads, length, 
 
 
 @triton.jit(do_not_specialize=["heads", "length", "padded"])
-def _ahead_kernel(Out, DOut, Lse, DLse, Units, Parts, Rows, Delta, Factors, stride_ob, stride_oh, stride_om, stride_gb,
-                  stride_gh, stride_gm, heads, length, padded, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr,
+def _ahead_kernel(Out, DOut, Lse, DLse, Units, Parts, Rows, Delta, Factors, Done, stride_ob, stride_oh, stride_om,
+                  stride_gb, stride_gh, stride_gm, heads, length, padded, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr,
                   EVEN: tl.constexpr, DLSE: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr):
     """Of a (batch, head): parts of dO; lse in log2 units less HEIGHT (Rows), +inf for a query that does not exist or
-    sees nothing, and delta in the units of dP times OF_DP, both with `padded` rows; Factors."""
+    sees nothing, and delta in the units of dP times OF_DP, both with `padded` rows; Factors. Done: NUMBERS times 0."""
     after_previous(EARLY)
     n = tl.num_programs(0)
     bh = tl.program_id(0)
+    if bh == 0:
+        tl.store(Done + tl.arange(0, NUMBERS), 0)
     b = bh // heads
     h = bh - b * heads
     start = tl.cast(0, tl.int64)
@@ -173,9 +175,11 @@ def ahead(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     units: torch.Tensor, block: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Parts of dout; rows of lse and of delta, in whole blocks for each (batch, head); factors, (6, batch * heads)."""
+    """Parts of dout; rows of lse and of delta, in whole blocks for each (batch, head); factors, (6, batch * heads); and
+    NUMBERS times 0, for programs of the kernels behind to count in."""
     heads, padded = lse.shape[0] * lse.shape[1], -(-lse.shape[2] // block) * block
     launch = remembered(x, "ahead", lambda: _ahead_launch(Call(x, o), out, dout, padded, dlse is not None))
     rows, delta = empty((2, heads * padded), lse).unbind()
-    launch(out, dout, lse, dlse, units, parts := _parts_like(dout), rows, delta, factors := empty((6, heads), lse))
-    return parts, rows, delta, factors
+    made = _parts_like(dout), rows, delta, empty((6, heads), lse), empty((NUMBERS.value,), lse, torch.int32)
+    launch(out, dout, lse, dlse, units, *made)
+    return made

@@ -226,22 +226,21 @@ def hopper_float_fwd(p: Problem) -> str | None:
     return _shared_bias(p, 16)
 
 
+def _handed_on(p: Problem, most: int) -> str | None:
+    """What a backward needs whose programs sum the gradient of the bias and hand dQ on to each other."""
+    if not p.bias_grad:
+        return "makes dQ along with the gradient of the bias, which nobody wants"
+    return f"is for {most} keys or fewer; got {p.seqlen_k}" if p.seqlen_k > most else None
+
+
 def hopper_float_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient, in float32."""
-    if (why := hopper_float_fwd(p)) is not None:
-        return why
-    return None if p.bias_grad else "makes dQ along with the gradient of the bias, which nobody wants"
+    return hopper_float_fwd(p) or _handed_on(p, 128 * p.device.sms)  # a multiprocessor for 128 keys
 
 
 def hopper_shared_bwd(p: Problem) -> str | None:
     """The Gluon backward to head_dim 32 under a full bias that many share, with its gradient."""
-    if (why := hopper_shared_fwd(p)) is not None:
-        return why
-    if not p.bias_grad:
-        return "makes dQ along with the gradient of the bias, which nobody wants"
-    if p.seqlen_k > (most := 32 * p.device.sms):  # a quarter of the multiprocessors hand dQ on to each other
-        return f"is for {most} keys or fewer; got {p.seqlen_k}"
-    return None
+    return hopper_shared_fwd(p) or _handed_on(p, 32 * p.device.sms)  # a quarter of them: they wait in a ring
 
 
 def hopper_bwd_any(p: Problem) -> str | None:
