@@ -17,7 +17,7 @@ from adatom.ops.attention.api import inputs_of
 
 pytest.importorskip("triton.experimental.gluon")
 
-from test_hopper import H100, as_python  # noqa: E402
+from test_hopper import CAUSAL, H100, as_python, blocks_of  # noqa: E402
 
 from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
 from adatom.ops.attention import hopper_bwd_cut as cut  # noqa: E402
@@ -82,17 +82,44 @@ def test_which_way_a_plan_goes():
             main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         plain, long = bias == "none", length == 4096
-        assert plan.UP == (causal and not ordered and (long if dim == 64 else dim > 64 and (long or not shared)))
+        assert plan.UP == (causal and dim > 32 and (ordered or long or dim > 64 and not shared))
+        assert plan.DESCENDING == (causal and dim > 32 and ordered)
         assert plan.IN_TURN == (dim > 64 and long and plain and not (causal or ordered))
         assert plan.TWICE == (dim > 64 and long and plain and causal)
         assert plan.CUT <= plan.IN_TURN
-        assert plan.CLAIM <= plan.FIRST and plan.UP <= plan.CLAIM
+        assert plan.CLAIM <= plan.FIRST and plan.UP == (plan.UP and (plan.CLAIM or ordered))
         assert plan.CLAIM or plan.DYNAMIC or plan.ORDERED or not plan.FIRST  # who waits is not before whom it waits for
         assert not (plan.ORDERED and plan.CLAIM)
         assert plan.FIRST or dim > 64 and not causal and (plan.IN_TURN or bias == "key")
         piece = main.blocks[main.kernel.arg_names.index("DQ")]
         assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
         assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
+
+
+@pytest.mark.parametrize("shape", CAUSAL)
+def test_sums_by_descending_keys(shape):
+    """Where a plan says so, tiles come by descending keys, and who adds first to a block of queries has no keys behind
+    that see it."""
+    len_q, len_k, left, right, _, block_m = shape
+    n_n, heads = math.ceil(len_k / 128), 3
+    plan = SimpleNamespace(DESCENDING=True, VARLEN=False, CUT=False, LENS=False, BLOCK_M=block_m)
+    tile_of = as_python(
+        feed.tile_of,
+        piece_of=as_python(feed.piece_of),
+        head_and_block=as_python(feed.head_and_block),
+        tile_at=lambda b, hk, n0, Lens, counts, PLAN: (b * heads + hk, n0 // 128),
+    )
+    counts = (heads, heads, heads, 2, 1, len_q, len_k, left, right, None)
+    found = [tile_of(t, None, None, counts, plan) for t in range(n_n * heads)]
+    assert sorted(found) == sorted(itertools.product(range(heads), range(n_n)))
+    for head in range(heads):
+        assert [j for h, j in found if h == head] == list(reversed(range(n_n)))
+    for j in range(n_n):
+        begin, count = blocks_of(j, *shape)
+        behind, _ = blocks_of(j + 1, *shape)
+        for m in range(begin, begin + count):
+            seen = [i for i in range(j + 1, n_n) if blocks_of(i, *shape)[0] <= m]
+            assert (j == n_n - 1 or m < behind) == (not seen)
 
 
 @pytest.mark.parametrize("seed", range(40))

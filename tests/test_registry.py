@@ -65,26 +65,39 @@ def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", HOPPER).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(seqlen_q=1024, seqlen_k=1024, least_length=512)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(window=True, window_keys=1024)).backend == "hopper"
-    for keys, backend in ((1024, "triton"), (2048, "hopper_ordered")):
-        ordered = HOPPER._replace(window=True, window_keys=keys, deterministic=True)
+    for keys, dim, backend in ((256, 128, "triton"), (512, 128, "hopper_ordered"), (128, 64, "hopper_ordered")):
+        ordered = HOPPER._replace(window=True, window_keys=keys, head_dim=dim, head_dim_v=dim, deterministic=True)
         assert choose("attention_bwd", ordered).backend == backend
     assert choose("attention_bwd", HOPPER._replace(kv_lens=True)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(deterministic=True)).backend == "hopper_ordered"
     assert choose("attention_bwd", HOPPER, "deterministic").backend == "hopper_ordered"
+    small = {"seqlen_q": 256, "seqlen_k": 256, "least_length": 256}
+    for some in (small, small | {"causal": True}, {"softcap": True, "causal": True}, {"varlen": True, "batch": 64}):
+        assert choose("attention_bwd", HOPPER._replace(**some)).backend == "hopper"
+        assert choose("attention_bwd", HOPPER._replace(**some), "deterministic").backend == "hopper_ordered"
+    few = HOPPER._replace(batch=1, kv_heads=3)  # 96 tiles
+    assert choose("attention_bwd", few).backend == "hopper"
+    assert choose("attention_bwd", few, "deterministic").backend == "triton"
+    assert choose("attention_bwd", few._replace(causal=True), "deterministic").backend == "hopper_ordered"
     learned = HOPPER._replace(bias="full", bias_dtype=torch.bfloat16, bias_grad=True, bias_shared=True)
     assert choose("attention_bwd", learned).backend == "hopper"
     assert choose("attention_bwd", learned._replace(bias="key", bias_grad=False)).backend == "hopper"
     assert choose("attention_bwd", learned._replace(bias="query")).backend == "hopper"
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    for grad, shared in ((False, False), (True, True)):
+        of_float32 = learned._replace(bias_dtype=torch.float32, bias_grad=grad, bias_shared=shared, **narrow)
+        assert choose("attention_bwd", of_float32).backend == "hopper"
     for other in (
-        {"seqlen_q": 512, "least_length": 512},
-        {"head_dim": 64, "head_dim_v": 64, "seqlen_k": 1024, "least_length": 512},
-        {"causal": True, "seqlen_k": 1024, "least_length": 512},
+        {"seqlen_q": 255, "least_length": 128},
         {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 1024, "least_length": 512},
         {"batch": 1, "kv_heads": 1},
-        {"window": True, "window_keys": 512},
-        {"softcap": True, "causal": True},
-        {"varlen": True, "batch": 64},
+        {"window": True, "window_keys": 64},
+        {"varlen": True, "batch": 128},
+        {"varlen": True, "batch": 32, **narrow},
+        {"bias": "full", "bias_dtype": torch.bfloat16, "least_length": 512, **narrow},
+        {"bias": "full", "bias_dtype": torch.bfloat16, "least_length": 512, "causal": True},
         {"bias": "full", "bias_dtype": torch.float32},
+        {"bias": "full", "bias_dtype": torch.float32, "bias_grad": True, **narrow},
         {"bias": "full", "bias_dtype": torch.bfloat16, "softcap": True},
         {"bias": "key", "bias_dtype": torch.bfloat16, "bias_grad": True},
     ):
@@ -117,7 +130,8 @@ def test_hopper_beyond_head_dim_128():
     assert choose("attention_bwd", deep, "deterministic").backend == "hopper_deep"
     for other in ({"softcap": True}, {"bias": "full", "bias_dtype": torch.bfloat16}, {"varlen": True}, {"tma": False}):
         assert choose("attention_bwd", deep._replace(**other)).backend == "triton"
-    few = deep._replace(batch=1, kv_heads=1)
+    assert choose("attention_bwd", deep._replace(batch=1, heads=1, kv_heads=1)).backend == "hopper_deep"
+    few = deep._replace(batch=1, heads=1, kv_heads=1, seqlen_q=1024, seqlen_k=1024, least_length=1024)
     assert choose("attention_bwd", few).backend == "triton"
     assert choose("attention_bwd", few, "hopper").backend == "hopper_deep_any"
 
@@ -199,8 +213,9 @@ def biased(*shape: int, dtype: torch.dtype = torch.bfloat16):
     ],
 )
 def test_hopper_takes_the_forward(problem):
-    deep = problem.head_dim == 192
-    forward, backward = ("hopper_deep", "hopper_deep") if deep else ("hopper", "triton")
+    deep, dim = problem.head_dim == 192, problem.head_dim
+    forward = "hopper_deep" if deep else "hopper"
+    backward = forward if deep or dim == 128 or problem.bias == "none" and dim < 128 else "triton"
     assert chosen(problem) == every("triton") | {"fwd": forward, "bwd": backward}
     assert choose("attention_fwd", problem._replace(deterministic=True)).backend == forward
 

@@ -13,8 +13,8 @@ et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first); others wait for
 that and add theirs in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
-bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before (hopper_bwd_feed.py). Where a
-block may have no visitor the sum is cleared ahead instead.
+bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before, or, under a causal mask,
+behind (hopper_bwd_feed.py). Where a block may have no visitor the sum is cleared ahead instead.
 """
 
 from typing import NamedTuple
@@ -233,7 +233,8 @@ def _splits(call: Call, dim: int, ordered: bool) -> int:
     are many more than queries: all parts of dK take no more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
-    sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 or ordered else 4
+    few = dim <= 64 or ordered and call.len_q >= _LONG
+    sharing, most = call.heads // max(call.kv_heads, 1), 2 if few else 4
     return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
 
 
@@ -267,7 +268,7 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
     first = not (inside or lens or call.varlen) and (call.len_q <= call.len_k or not masked)
     twice = dim > 64 and causal and plain and long and call.even(call.len_k, BLOCK_N.value)
     if ordered:
-        return Way("one" if tiles == "static" else tiles, first, twice=twice)
+        return Way("one" if tiles == "static" else tiles, first, up=first and causal and dim > 32, twice=twice)
     if tiles == "static" and plain and long:
         return Way(tiles, in_turn=True, cut=True)
     if tiles == "static":
@@ -309,13 +310,14 @@ def _launches(
     together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
     # heads that go together under a mask: all, where there are so few tiles that the longest must come first
     least = n_heads if right and not call.varlen and n_tiles < 3 * call.device.sms else 1
-    if ordered:  # so many heads that those who wait for each other do not fill the GPU
+    crowd = ordered and not way.up
+    if crowd:  # so many heads that those who wait for each other do not fill the GPU
         together = max(together, 3 * call.device.sms * m // sharing)
         least = max(least, _TOGETHER // sharing) if right else 1
     group = max(1, min(n_heads, max(together // call.len_q, least)))
     if inside:
         group = 1
-    elif (right or way.cut) and not call.varlen and not ordered:  # equal groups if there can be
+    elif (right or way.cut) and not call.varlen and not crowd:  # equal groups if there can be
         group = next((g for g in range(group, group // 2, -1) if n_heads % g == 0), group)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (

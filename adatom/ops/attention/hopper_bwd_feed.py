@@ -11,6 +11,11 @@ runs beside it, and how many programs there are, does not matter. Where sums nee
 that visit the block, and for nobody else; or, CLAIM, for whoever claimed its piece, so that tiles may be taken in any
 order.
 
+Under a causal mask sums in order go by descending keys, and tiles upwards (DESCENDING): the last keys see the fewest
+queries and begin at the diagonal, where nobody was before them. The keys before begin no sooner, and one or two blocks
+further down, so that they come to a block when the others have left it, and hardly ever wait. "Before" means behind
+then, in all that was said.
+
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
 before, and all who visit it go through its heads and blocks in one order: whoever is waited for is ahead of nobody at
@@ -64,7 +69,7 @@ class Plan:
     ORDERED: bool
     FIRST: bool  # the first piece of a sum of dQ is stored: nobody has cleared it
     CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
-    UP: bool  # beside that: tiles walk upwards, so that those that begin together are at different blocks of queries
+    UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     IN_TURN: bool  # the consumers multiply dQ in turn, all of a visit's at once
     TWICE: bool  # blocks that need no mask have a loop of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
@@ -82,6 +87,11 @@ class Plan:
     WIDE: bool  # dK and dV are parts in float32, which float16 may not hold
     INSIDE: int  # a program has whole heads and sums their dQ, so many blocks of queries, in shared memory; or 0
     KV_STAGES: int
+
+    @property
+    def DESCENDING(self) -> bool:
+        """Whether keys, and sums of dQ in order, go from the last to the first: where tiles walk upwards."""
+        return self.ORDERED and self.UP
 
     @property
     def DENSE(self) -> bool:
@@ -226,7 +236,7 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     all blocks of queries, blocks of a head) of tile t.
 
     Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
-    first. Packed tiles are listed in Order.
+    first, but for DESCENDING. Packed tiles are listed in Order.
     """
     heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, _ = counts
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -239,7 +249,10 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         return t * 0, hk, gl.load(row), gl.load(row + 3), gl.load(row + 4), start_q, start_k, first, stride
     else:
         t, _ = piece_of(t, counts, PLAN)
-        bh, block = head_and_block(t, (len_k + BLOCK_N - 1) // BLOCK_N, n_heads, group)
+        n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
+        bh, block = head_and_block(t, n_blocks, n_heads, group)
+        if PLAN.DESCENDING:
+            block = n_blocks - 1 - block
         b = bh // kv_heads
         return tile_at(b, bh - b * kv_heads, block * BLOCK_N, Lens, counts, PLAN)
 
@@ -424,13 +437,20 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
-        before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
-        index = n0 // BLOCK_N
+        if PLAN.DESCENDING:
+            before_begin, _first, _last, _blocks = blocks_of(n0 + BLOCK_N, len_q, len_k, left, right, PLAN)
+            index = (len_k - 1) // BLOCK_N - n0 // BLOCK_N
+        else:
+            before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
+            index = n0 // BLOCK_N
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
             at = Turns + (block * 2 + C)
-            first_keys = (index == 0) | (m >= before_begin + before_blocks)
+            if PLAN.DESCENDING:
+                first_keys = (index == 0) | (m < before_begin)
+            else:
+                first_keys = (index == 0) | (m >= before_begin + before_blocks)
             if PLAN.CLAIM:
                 if j >= AHEAD:
                     first_keys = claim_turn(at) == 0

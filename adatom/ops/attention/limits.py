@@ -167,8 +167,8 @@ def _hopper_fwd_slower(p: Problem) -> str | None:
     dim, batch = max(p.head_dim, p.head_dim_v), 1 if p.varlen else p.batch
     if p.seqlen_q < 128:
         return "is not worth it for 64 queries or fewer"
-    if batch * p.heads * (p.seqlen_q // 128) < 64:
-        return "is not worth it for so few queries: they would occupy less than half of the GPU"
+    if batch * p.heads * (p.seqlen_q // 128) < (96 if dim <= 64 else 32 if dim <= 128 else 64):
+        return "is not worth it for so few queries: they would occupy too little of the GPU"
     if dim <= 32:
         return "is not worth it for a head_dim of 32 or less"
     if p.varlen and dim <= 64 and p.least_length // p.batch < 256:
@@ -257,44 +257,48 @@ def hopper_bwd(p: Problem) -> str | None:
     """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd_any(p)) is not None:
         return why
-    dim, masked = max(p.head_dim, p.head_dim_v), p.causal or p.window
+    dim, plain, masked = max(p.head_dim, p.head_dim_v), p.bias == "none", p.causal or p.window
     if _whole_heads(p):
         heads, sms = p.batch * p.heads, p.device.sms
         if 4 * heads < 3 * sms * -(-heads // sms):
             return f"gives programs whole heads, {heads} of which do not fill a GPU of {sms} multiprocessors"
         if min(p.seqlen_q, p.seqlen_k) < 256:
             return "computes tiles of 128 queries and keys, which is slow below 256"
-    if p.varlen and p.least_length // p.batch < 256:
-        return "sums dQ in memory, which is slow for sequences of a few hundred tokens"
-    short = p.least_length < 1024 and (dim <= 64 or masked) or min(p.seqlen_q, p.seqlen_k) <= 512
-    if short and not _whole_heads(p):
-        return "sums dQ in memory, which is slow at lengths below 1024 (without a mask beyond head_dim 64: to 512)"
-    if p.window and p.window_keys <= 512:
-        return "sums dQ in memory, which is slow under windows of 512 keys and below"
-    if p.softcap and masked and dim > 64:
-        return "lacks registers for a softcap and a mask beyond head_dim 64"
+    elif p.least_length < (least := 256 if dim > 32 and plain else 512 if dim > 64 and not masked else 1024):
+        return f"sums dQ in memory, which is slow at lengths below {least}"
+    if p.varlen and p.least_length // p.batch < (least := 256 if dim <= 64 else 64):
+        return f"sums dQ in memory, which is slow for packed sequences of fewer than {least} tokens"
+    if p.window and p.window_keys <= 64:
+        return "sums dQ in memory, which is slow under windows of 64 keys and below"
     if p.bias == "key" and p.bias_grad:
         return "lacks registers to sum the gradient of a bias per key"
     if p.bias in ("key", "full") and p.softcap:
         return "lacks registers for a softcap beside a bias"
-    if p.bias == "full" and p.bias_dtype == torch.float32:
+    slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared  # or not timed
+    if p.bias == "full" and p.bias_dtype == torch.float32 and slow:
         return "has room for one tile of a float32 bias, and waits for each"
-    # of many heads that share keys under a causal mask, programs take four at most
-    split = p.causal and not p.window and p.seqlen_k <= 2 * p.seqlen_q
-    heads = max(p.kv_heads, p.heads // 4) if split else p.kv_heads
-    if 2 * (1 if p.varlen else p.batch) * heads * p.seqlen_k < 3 * 128 * p.device.sms:
+    sms = p.device.sms
+    if 128 * (2 * sms // 3 if dim > 32 and plain else 3 * sms // 2) > _keys_of_all(p):
         return "has too few tiles of 128 keys to fill the GPU"
     return None
+
+
+def _keys_of_all(p: Problem) -> int:
+    """Keys of all programs of the Gluon backward. Of many heads that share keys under a causal mask, these take four at
+    most."""
+    split = p.causal and not p.window and p.seqlen_k <= 2 * p.seqlen_q
+    heads = max(p.kv_heads, p.heads // 4) if split else p.kv_heads
+    return (1 if p.varlen else p.batch) * heads * p.seqlen_k
 
 
 def hopper_bwd_ordered(p: Problem) -> str | None:
     """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd(p)) is not None:
         return why
-    if (p.causal or p.window) and not p.varlen and not _whole_heads(p) and p.least_length < 2048:
-        return "adds to dQ in order, which takes too long under a mask at lengths below 2048"
-    if p.window and p.window_keys <= 1024:
-        return "adds to dQ in order, which takes too long under windows of 1024 keys and below"
+    if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64:
+        return "adds to dQ in order, which takes too long under windows of 256 keys and below"
+    if not (p.causal or p.window or _whole_heads(p)) and _keys_of_all(p) < 128 * (3 * p.device.sms // 2):
+        return "adds to dQ in order, and without a mask has too few tiles of 128 keys to fill the GPU"
     return None
 
 
@@ -314,8 +318,6 @@ def hopper_deep(p: Problem) -> str | None:
     """The Gluon backward for head_dim 136 to 256 where it was timed (docs/hopper.md)."""
     if (why := hopper_deep_any(p)) is not None:
         return why
-    if p.batch * p.kv_heads * p.seqlen_k < 64 * 128:
-        return "has fewer than 128 tiles of 64 keys, too few to fill the GPU"
-    if p.batch * p.heads * p.seqlen_q < 64 * 128:
-        return "has fewer than 64 tiles of 128 queries, too few to fill half of the GPU"
+    if min(p.batch * p.kv_heads * p.seqlen_k, p.batch * p.heads * p.seqlen_q) < 2048:
+        return "has fewer than 32 tiles of 64 keys or 16 of 128 queries, too few for the GPU"
     return None
