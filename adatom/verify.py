@@ -13,7 +13,7 @@ beforehand, and NaN never passes. The ratio that is reported is error / allowed 
 
 A row of a derivative is given the results of the first forward row of its own backend, as in use; if its backend has
 none, those of the truth, rounded to their dtypes. So a wrong forward also fails the derivatives of its backend, and no
-other.
+other. Rows that run one launcher alike, and differ in their limits alone, are judged once on a case that both take.
 """
 
 from __future__ import annotations
@@ -171,24 +171,39 @@ def _launcher(row: Row) -> Callable[..., Any]:
     return row.target if callable(row.target) else registry.load(row.target)
 
 
+def _forward_row(row: Row, trial: Any) -> Row | None:
+    """The first fit forward row of the backend of a derivative; None if there is none."""
+    forward_pass, fit = registry.PASSES[registry.op_of(row.op)][0], trial.problem
+    forwards = () if row.op == forward_pass else registry.rows(forward_pass)
+    return next((f for f in forwards if registry.serves(f.backend, row.backend) and f.unfit(fit) is None), None)
+
+
 def _forward(row: Row, trial: Any) -> tuple[Tensor, ...]:
-    """What the first fit forward row of the backend of a derivative returns; () if there is none."""
-    forward_pass = registry.PASSES[registry.op_of(row.op)][0]
-    if row.op == forward_pass:
+    """What that row returns; () without one."""
+    forward = _forward_row(row, trial)
+    if forward is None:
         return ()
-    for forward in registry.rows(forward_pass):
-        if registry.serves(forward.backend, row.backend) and forward.unfit(trial.problem) is None:
-            if forward.backend not in trial.forwards:
-                trial.forwards[forward.backend] = _launcher(forward)(*trial.arguments(forward_pass))
-            return trial.forwards[forward.backend]
-    return ()
+    if forward.backend not in trial.forwards:
+        trial.forwards[forward.backend] = _launcher(forward)(*trial.arguments(forward.op))
+    kept: tuple[Tensor, ...] = trial.forwards[forward.backend]
+    return kept
+
+
+def _once(row: Row, trial: Any) -> bool:
+    """Whether the results of a row need not repeat here."""
+    posed = trial.problem
+    interpreted = posed.device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
+    return interpreted or row.refuses(posed._replace(deterministic=True)) is not None
+
+
+def _what_runs(row: Row, trial: Any) -> tuple[Any, ...]:
+    """What `examine` depends on: rows of which this is equal get one judgement."""
+    return row.op, row.target, _once(row, trial), _forward_row(row, trial)
 
 
 def examine(row: Row, trial: Any) -> Result:
     """Run a row on a trial and judge what comes out. Whatever it raises is a failure of the row."""
-    name, launcher, device = trial.case.name, _launcher(row), trial.problem.device
-    interpreted = device.kind == "interpreter" and not callable(row.target) and evidence.on_gpu(row.target)
-    once = interpreted or row.refuses(trial.problem._replace(deterministic=True)) is not None
+    name, launcher, device, once = trial.case.name, _launcher(row), trial.problem.device, _once(row, trial)
     try:
         with Poisoned():
             arguments = trial.arguments(row.op, *_forward(row, trial))
@@ -242,12 +257,13 @@ def examine_case(case: Any, rows: Sequence[Row], device: torch.device) -> list[R
     fit = [row for row in rows if row.refuses(posed) is None]
     if case.huge:  # PyTorch's rows would need several times the memory
         fit = [row for row in fit if evidence.on_gpu(row.target)]
-    results = []
+    results, judged = [], dict[tuple[Any, ...], Result]()
     for row in fit:
-        if alive(device):
-            results.append(examine(row, trial))
-        else:
-            results.append(Result(row.op, row.backend, case.name, "", math.inf, "not run: an earlier kernel crashed"))
+        key = _what_runs(row, trial)
+        if key not in judged and alive(device):
+            judged[key] = examine(row, trial)
+        crashed = Result(row.op, row.backend, case.name, "", math.inf, "not run: an earlier kernel crashed")
+        results.append(judged.get(key, crashed)._replace(backend=row.backend))
     del trial
     if device.type == "cuda" and alive(device):
         torch.cuda.empty_cache()

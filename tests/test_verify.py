@@ -235,6 +235,49 @@ def test_passes_is_a_gate_on_a_small_version_of_the_case():
     assert [verify.passes(big, row, "cpu") for row in (right, wrong, unfit)] == [True, False, None]
 
 
+def counting(function, ran):
+    def launcher(*arguments):
+        ran.append(arguments)
+        return function(*arguments)
+
+    return launcher
+
+
+def test_rows_of_one_launcher_are_judged_once():
+    """Each is credited, or fails."""
+    wrong = lambda x, o: reference.forward(x, o._replace(causal=True))  # noqa: E731
+    for function, ok in ((reference.forward, True), (wrong, False)):
+        ran = []
+        row = registry.Row("attention_fwd", "mine", counting(function, ran), lambda p: None)
+        rows = (row, row._replace(backend="mine_any", unfit=lambda p: None))
+        results = verify.examine_case(PLAIN, rows, CPU)
+        assert [(r.backend, r.ok, r.case) for r in results] == [("mine", ok, "plain"), ("mine_any", ok, "plain")]
+        assert results[1] == results[0]._replace(backend="mine_any")
+        assert len(ran) == 2  # as one row: results must repeat
+        verify.examine_case(PLAIN, (row._replace(deterministic=False), *rows), CPU)
+        assert len(ran) == 2 + 1 + 2  # asks for another number of runs
+        verify.examine_case(PLAIN, (row, row._replace(target=counting(function, ran))), CPU)
+        assert len(ran) == 5 + 2 + 2  # another function
+
+
+def test_rows_of_one_launcher_are_judged_apart_with_the_results_of_different_forwards(monkeypatch):
+    """A derivative is given those of its own backend."""
+    ran = []
+    row = registry.Row("attention_bwd", "mine", counting(reference.backward, ran), lambda p: None)
+    rows = [row, row._replace(backend="mine_any"), row._replace(backend="another")]
+    assert all(r.ok for r in verify.examine_case(PLAIN, rows, CPU)) and len(ran) == 2  # the truth, for all
+
+    def zero(x, o):
+        return tuple(0 * result for result in reference.forward(x, o))
+
+    forward = registry.Row("attention_fwd", "mine", zero, lambda p: None)
+    monkeypatch.setattr(verify.registry, "rows", lambda op: (forward,) if op == "attention_fwd" else ())
+    del ran[:]
+    results = verify.examine_case(PLAIN, rows, CPU)
+    assert [(r.backend, r.ok) for r in results] == [("mine", False), ("mine_any", False), ("another", True)]
+    assert len(ran) == 4
+
+
 # The command
 
 

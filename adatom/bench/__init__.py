@@ -40,7 +40,7 @@ def command(
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom; or deterministic.")] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="Write all results to this JSON file, beside those of other cases in it."),
+        typer.Option(help="Write all results to this JSON file after each case, beside those of other cases in it."),
     ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
@@ -174,6 +174,7 @@ def _bench(
                 progress.advance(task)
             if why := slowed(clock, record["ceilings"]):
                 record["slowed"] = {**record.get("slowed", {}), group: why}
+                save(record)
                 console.print(f"[yellow]{group}: {why}: this GPU is throttled, and its times mean nothing[/]")
             for sheet in sheets(record, group) if any(e["group"] == group for e in record["entries"]) else []:
                 console.print(sheet.rich(), soft_wrap=False)
@@ -225,6 +226,10 @@ def _results(file: Path) -> dict[str, Any]:
 
 
 def _write(record: dict[str, Any], file: Path | None) -> None:
+    """Replace what a file holds at once: whoever is killed here leaves the old content or the new."""
     if file is not None:
+        file = file.resolve()  # where a link points, not the link
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        beside = file.with_name(f"{file.name}.part")
+        beside.write_text(json.dumps(record, indent=1) + "\n")
+        beside.replace(file)
