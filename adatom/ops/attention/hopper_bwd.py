@@ -14,7 +14,7 @@ et al., arXiv:2407.08608.
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first); others wait for
 that and add theirs in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
 bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before, or, under a causal mask,
-behind (hopper_bwd_feed.py). Where a block may have no visitor the sum is cleared ahead instead.
+behind (hopper_bwd_feed.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
 """
 
 from typing import NamedTuple
@@ -257,6 +257,7 @@ class Way(NamedTuple):
     in_turn: bool = False
     twice: bool = False
     cut: bool = False
+    look: bool = False  # blocks of queries that no keys visit have no piece that is stored
 
 
 def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool) -> Way:
@@ -264,17 +265,19 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
     program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
     causal, plain = call.right >= 0 and call.left < 0, call.x.bias is None
     masked, long = call.right >= 0 or call.left >= 0, call.len_q >= _LONG
-    # where all blocks of queries are visited, the first piece can be stored
-    first = not (inside or lens or call.varlen) and (call.len_q <= call.len_k or not masked)
+    first = not inside
+    look = first and (lens or call.varlen or call.len_q > call.len_k and masked)
     twice = dim > 64 and causal and plain and long and call.even(call.len_k, BLOCK_N.value)
     if ordered:
-        return Way("one" if tiles == "static" else tiles, first, up=first and causal and dim > 32, twice=twice)
+        up = first and not look and causal and dim > 32
+        return Way("one" if tiles == "static" else tiles, first, up=up, twice=twice, look=look)
     if tiles == "static" and plain and long:
         return Way(tiles, in_turn=True, cut=True)
     if tiles == "static":
         first = first and (plain or call.meta["BIAS"] == FULL.value)
-    up = first and causal and dim > 32 and (long or dim > 64 and call.heads == call.kv_heads)
-    return Way(tiles, first, claim=up or first and tiles != "dynamic", up=up, twice=twice)
+    up = first and not look and causal and dim > 32 and (long or dim > 64 and call.heads == call.kv_heads)
+    claim = up or look or first and tiles != "dynamic"
+    return Way(tiles, first, claim, up, twice=twice, look=look)
 
 
 def _launches(
@@ -299,8 +302,8 @@ def _launches(
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], DLSE=dlse, SUM=not (inside or way.first), TURNS=turns,
-                          PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
+    before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=not (inside or way.first),
+                          TURNS=turns, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
@@ -405,7 +408,7 @@ def _backward(
         dk_part if pieces is None else pieces, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
     if plan.behind:
-        plan.behind(total, dq, x.cu_seqlens_q)
+        plan.behind(total, dq, turns, x.cu_seqlens_q)
     if plan.added:
         plan.added(pieces, dv, dk)
     if plan.splits > 1:

@@ -71,10 +71,11 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
 
 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
-def _behind_kernel(Sum, DQ, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m, n_sequences, scale,
-                   HEAD_DIM: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
-                   PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """dQ of 64 queries and 32 or 64 columns: the sum, from the order of the accumulators to that of rows, scaled."""
+def _behind_kernel(Sum, DQ, Turns, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m, n_sequences, scale,
+                   HEAD_DIM: tl.constexpr, D: tl.constexpr, LOOK: tl.constexpr, VARLEN: tl.constexpr,
+                   EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """dQ of 64 queries and 32 or 64 columns: the sum, from the order of the accumulators to that of rows, scaled.
+    LOOK: a sum whose turn is still 0 nobody wrote; it is zero."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
     b, h, m0, length, start, row = _block(pid // 2, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
@@ -84,7 +85,11 @@ def _behind_kernel(Sum, DQ, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m,
         col0 = pid % 2 * 64
     else:
         m0 += pid % 2 * 64
-    x = tl.load(Sum + tl.cast(pid, tl.int64) * (64 * WIDE) + tl.arange(0, 64 * WIDE)) * scale
+    X = Sum + tl.cast(pid, tl.int64) * (64 * WIDE) + tl.arange(0, 64 * WIDE)
+    if LOOK:
+        x = tl.load(X, mask=tl.load(Turns + pid) != 0, other=0.0) * scale
+    else:
+        x = tl.load(X) * scale
     x = tl.reshape(x, (4, WIDE // 8, 8, 4, 2, 2))
     x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, WIDE))
     i = tl.arange(0, 64)[:, None]
@@ -99,10 +104,11 @@ def blocks_of_head(call: Call, block_m: int) -> int:
 
 
 def ends(
-    call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, **meta: bool
-) -> tuple[Launch, Launch]:
-    """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; meta:
-    DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the one before."""
+    call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, look: bool,
+    **meta: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; look:
+    some blocks nobody may have written; meta: DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     sizes = (call.heads, call.len_q, n_m, call.batch)
@@ -116,6 +122,7 @@ def ends(
         shared | meta | {"HEAD_DIM_V": call.head_dim_v, "BLOCK_DV": call.meta["BLOCK_DV"]},
     )  # fmt: skip
     behind = Launch(
-        _behind_kernel, n_blocks * 2, (*strides_q, *sizes, call.scale), shared | {"HEAD_DIM": call.head_dim}
-    )
+        _behind_kernel, n_blocks * 2, (*strides_q, *sizes, call.scale),
+        shared | {"HEAD_DIM": call.head_dim, "LOOK": look},
+    )  # fmt: skip
     return before, behind
