@@ -197,8 +197,8 @@ def test_the_keys_that_visit_a_block_of_queries_are_neighbours(shape):
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[4] is None])
 def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
-    """Where the first piece of a sum of dQ is stored, not added, every block of queries is visited, or the kernel behind
-    looks whether it was; elsewhere the sum is cleared ahead."""
+    """Where the first piece of a sum of dQ is stored, not added, every block of queries is visited, or the kernel
+    behind looks whether it was; elsewhere the sum is cleared ahead."""
     len_q, len_k, left, right, _, block_m = shape
     dim = 64 if block_m == 128 else 128
     q, k = (torch.empty(2, 40, n, dim, dtype=torch.bfloat16, device="meta") for n in (len_q, len_k))
