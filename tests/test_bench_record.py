@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from adatom.bench import run
+from adatom.bench import rivals, run
 from adatom.cli import app
 from adatom.ops.attention import cases
 from adatom.ops.attention.cases import F32, Case
@@ -56,3 +56,20 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "write_text", half)
     assert invoke("--group", "plain", *words).exit_code != 0
     assert json.loads(record.read_text()) == found
+
+
+def test_own_backends_beside_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name only; one that does not take the case says why."""
+    monkeypatch.setattr(cases, "BENCH_CPU", {"plain": (TINY,)})
+    monkeypatch.setattr(run, "ceilings", lambda clock: {"fp32 matmul": 0.1, "copy": 10.0})
+    monkeypatch.setattr(run, "host", lambda device, backend: ("none", []))
+    record = tmp_path / "r.json"
+    own = "adatom:reference,adatom:deterministic,adatom:hopper"
+    result = invoke("--rivals", f"dense,{own}", "--no-verify", "--record", str(record))
+    assert result.exit_code == 0, result.output
+    found = {(e["contender"], e["pass"]): e for e in json.loads(record.read_text())["entries"]}
+    for name in ("adatom", "dense", "adatom:reference", "adatom:deterministic"):
+        assert {p for n, p in found if n == name} == {"forward", "backward"}
+    assert "needs a Hopper GPU" in found["adatom:hopper", "all"]["reason"]
+    assert not any(name.startswith("adatom:") for name in rivals.select("all"))
+    assert invoke("--rivals", "adatom:nobody").exit_code == 2

@@ -34,7 +34,9 @@ _HANG = 300  # seconds after which a case that has not ended is taken to hang
 
 def command(
     op: Annotated[str | None, typer.Argument(help="The op to time, or science; default: every op.")] = None,
-    rivals: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
+    rivals: Annotated[
+        str, typer.Option(help="all, none, or names separated by commas; adatom:triton, adatom:hopper: its backends.")
+    ] = "all",
     group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only cases with this (in their) name; repeatable.")] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom; or deterministic.")] = None,

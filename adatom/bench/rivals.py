@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adatom.registry import PASSES
+from adatom.registry import PASSES, rows
+
+OWN = "adatom:"  # ahead of the name of a backend, which is timed beside what adatom chooses
 
 Call = Callable[..., Any]
 Bind = Callable[[Any, dict[str, Any]], Call]
@@ -60,13 +62,21 @@ def installed(rival: Rival) -> tuple[str | None, str]:
     return None, "not installed"
 
 
+def own() -> tuple[str, ...]:
+    """adatom's own backends, by the names that they have among rivals: "adatom:triton"."""
+    backends = dict.fromkeys(row.backend for op in PASSES for name in PASSES[op] for row in rows(name))
+    return tuple(OWN + backend for backend in (*backends, "deterministic"))
+
+
 def select(names: str) -> tuple[str, ...]:
-    """The names in a comma-separated list, or those that "all" or "none" stand for. ValueError for an unknown one."""
+    """The names in a comma-separated list, or those that "all" or "none" stand for; `own` ones are not among all.
+    ValueError for an unknown one."""
     known = [rival.name for rival in every()]
     if names == "all":
         return tuple(known)
     wanted = [] if names == "none" else [n.strip() for n in names.split(",") if n.strip()]
-    unknown = [n for n in wanted if n not in known]
+    unknown = [n for n in wanted if n not in (*known, *own())]
     if unknown:
-        raise ValueError(f"no rival {', '.join(unknown)}; there are: {', '.join(known)}")
+        listed = f"{', '.join(known)}; and adatom's backends, as {OWN}triton"
+        raise ValueError(f"no rival {', '.join(unknown)}; there are: {listed}")
     return tuple(wanted)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from adatom import device as machine
 from adatom import evidence, registry, verify
 from adatom.bench import science
-from adatom.bench.rivals import Bind, Call, Unfit, contest, every, installed
+from adatom.bench.rivals import OWN, Bind, Call, Unfit, contest, every, installed
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.device import facts
 from adatom.ops.attention.api import attention
@@ -418,9 +418,11 @@ def start(device: torch.device) -> tuple[dict[str, Any], Clock]:
 
 
 def wanted(case: Any, group: str, rivals: tuple[str, ...], by_name: bool) -> dict[str, Bind]:
-    """The rivals to time on a case: those installed that matter there, or all that were asked for by name."""
+    """The rivals to time on a case: those installed that matter there, or all that were asked for by name, adatom's own
+    backends among them."""
     mine = [rival for rival in contest(case.op).RIVALS if rival.name in rivals and installed(rival)[0]]
-    return {r.name: r.bind for r in mine if by_name or r.matters(case, group)}
+    own = {name: partial(ours, backend=name.removeprefix(OWN)) for name in rivals if name.startswith(OWN)}
+    return {r.name: r.bind for r in mine if by_name or r.matters(case, group)} | own
 
 
 def _there(record: dict[str, Any]) -> dict[str, str]:
