@@ -71,8 +71,8 @@ def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", HOPPER._replace(kv_lens=True)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(deterministic=True)).backend == "hopper_ordered"
     assert choose("attention_bwd", HOPPER, "deterministic").backend == "hopper_ordered"
-    small = {"seqlen_q": 256, "seqlen_k": 256, "least_length": 256}
-    for some in (small, small | {"causal": True}, {"softcap": True, "causal": True}, {"varlen": True, "batch": 64}):
+    small, packed = {"seqlen_q": 256, "seqlen_k": 256, "least_length": 256}, {"varlen": True, "least_length": 64}
+    for some in (small, small | {"causal": True}, {"softcap": True, "causal": True}, packed):
         assert choose("attention_bwd", HOPPER._replace(**some)).backend == "hopper"
         assert choose("attention_bwd", HOPPER._replace(**some), "deterministic").backend == "hopper_ordered"
     few = HOPPER._replace(batch=1, kv_heads=3)  # 96 tiles
@@ -92,8 +92,8 @@ def test_hopper_where_it_is_faster():
         {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 1024, "least_length": 512},
         {"batch": 1, "kv_heads": 1},
         {"window": True, "window_keys": 64},
-        {"varlen": True, "batch": 128},
-        {"varlen": True, "batch": 32, **narrow},
+        {"varlen": True, "least_length": 32},
+        {"varlen": True, "least_length": 128, **narrow},
         {"bias": "full", "bias_dtype": torch.bfloat16, "least_length": 512, **narrow},
         {"bias": "full", "bias_dtype": torch.bfloat16, "least_length": 512, "causal": True},
         {"bias": "full", "bias_dtype": torch.float32},
@@ -104,6 +104,16 @@ def test_hopper_where_it_is_faster():
         slow = HOPPER._replace(**other)
         assert choose("attention_bwd", slow).backend == "triton"
         assert choose("attention_bwd", slow, "hopper").backend == "hopper_any"
+
+
+@pytest.mark.parametrize(("each", "rounded", "backend"), [(300, 256, "hopper"), (255, 128, "triton")])
+def test_packed_sequences_count_by_their_average(each, rounded, backend):
+    q = torch.empty(100 * each, 32, 64, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(101, dtype=torch.int32, device="meta")
+    with pretend(MACHINES["sm_90"]):
+        problem = api.problem_of(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends)[0]
+    assert problem.least_length == rounded
+    assert choose("attention_bwd", problem).backend == backend
 
 
 def test_hopper_has_whole_heads_of_head_dim_32():

@@ -171,7 +171,7 @@ def _hopper_fwd_slower(p: Problem) -> str | None:
         return "is not worth it for so few queries: they would occupy too little of the GPU"
     if dim <= 32:
         return "is not worth it for a head_dim of 32 or less"
-    if p.varlen and dim <= 64 and p.least_length // p.batch < 256:
+    if p.varlen and dim <= 64 and p.least_length < 256:
         return "is not worth it for sequences of a few hundred tokens and a head_dim of 64 or less"
     if p.softcap and dim <= 128:
         return "is not worth it with softcap for a head_dim of 128 or less"
@@ -264,10 +264,11 @@ def hopper_bwd(p: Problem) -> str | None:
             return f"gives programs whole heads, {heads} of which do not fill a GPU of {sms} multiprocessors"
         if min(p.seqlen_q, p.seqlen_k) < 256:
             return "computes tiles of 128 queries and keys, which is slow below 256"
+    elif p.varlen:
+        if p.least_length < (least := 256 if dim <= 64 else 64):
+            return f"sums dQ in memory, which is slow for packed sequences of fewer than {least} tokens on average"
     elif p.least_length < (least := 256 if dim > 32 and plain else 512 if dim > 64 and not masked else 1024):
         return f"sums dQ in memory, which is slow at lengths below {least}"
-    if p.varlen and p.least_length // p.batch < (least := 256 if dim <= 64 else 64):
-        return f"sums dQ in memory, which is slow for packed sequences of fewer than {least} tokens"
     if p.window and p.window_keys <= 64:
         return "sums dQ in memory, which is slow under windows of 64 keys and below"
     if p.bias == "key" and p.bias_grad:

@@ -81,7 +81,7 @@ class Problem(NamedTuple):
     varlen: bool
     deterministic: bool
     tma: bool  # strides and addresses of q, k, v suit tensor descriptors (multiples of 16 bytes)
-    least_length: int  # the smaller of the lengths, rounded down to a power of two
+    least_length: int  # the smaller of the lengths, of packed sequences their average, rounded down to a power of two
     window_keys: int  # keys that a window lets a query see at most, rounded like lengths; 0 without a window
     bias_tma: bool  # so do those of the bias, and its keys are contiguous; True without one
 
@@ -172,7 +172,7 @@ def problem(x: Inputs, o: Options, bias_grad: bool = False) -> Problem:
         x.cu_seqlens_q is not None,
         torch.are_deterministic_algorithms_enabled(),
         device.kind == "cuda" and suits_tma(q, k, v),
-        _floor_pow2(min(seqlen_q, seqlen_k)),
+        _floor_pow2(min(seqlen_q, seqlen_k) // (1 if x.cu_seqlens_q is None else max(batch, 1))),
         _window_keys(o, seqlen_k),
         device.kind == "cuda" and (bias is None or suits_tma(bias, shared=2)),
     )
