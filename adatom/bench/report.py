@@ -194,10 +194,12 @@ def heading(record: Record) -> str:
     for commit in _unique(e["commit"] for e in record["entries"] if "commit" in e):
         names = []
         for group in _unique(e["group"] for e in record["entries"]):
-            of = {e["case"]: e.get("commit") for e in record["entries"] if e["group"] == group}
+            mine = [e for e in record["entries"] if e["group"] == group and e["contender"] == "adatom"]
+            of = {e["case"]: e.get("commit") for e in mine}
             kept = [case for case, made_at in of.items() if made_at == commit]
             names += [group] if len(kept) == len(of) else [f"{group} {case}" for case in kept]
-        lines.append(f"From a run at commit {commit}, with ceilings of its own: {', '.join(names)}.")
+        if names:  # otherwise rivals alone are kept of that run
+            lines.append(f"From a run at commit {commit}, with ceilings of its own: {', '.join(names)}.")
     return "\n".join(lines)
 
 

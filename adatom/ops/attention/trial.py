@@ -300,7 +300,7 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 COMPILE: tuple[Case, ...] = (
     *(
-        Case(f"{kind_of(*kind)} {d} {'causal' if causal else 'full'}", 1, 2, 2, 512, 512, d, d, *kind, causal=causal)
+        Case(f"{kind_of(*kind)} {d} {'causal' if causal else 'full'}", 1, 4, 4, 512, 512, d, d, *kind, causal=causal)
         for kind in KINDS
         for d in (16, 32, 64, 128, 256)
         for causal in (False, True)
@@ -311,7 +311,7 @@ COMPILE: tuple[Case, ...] = (
         for name, options in _VARIANTS
     ),
     *(
-        Case(f"{kind_of(*kind)} {d}x{dv} full", 1, 2, 2, 512, 512, d, dv, *kind)
+        Case(f"{kind_of(*kind)} {d}x{dv} full", 1, 4, 4, 512, 512, d, dv, *kind)
         for kind in (KINDS[0], KINDS[2])
         for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
     ),
