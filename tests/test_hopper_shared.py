@@ -479,7 +479,7 @@ def test_far_queries_are_left_to_the_exact_pass(dtype, monkeypatch):
         ({"length": 200}, "256", "256"),
         ({"batch": 8}, "8 batch", "8 batch"),
         ({"batch": 8, "length": 2048}, None, None),
-        ({"batch": 8, "length": 5000}, None, "4224 keys"),
+        ({"batch": 8, "length": 5000}, None, "4096 keys"),
         ({"batch": 5, "length": 2048}, None, None),  # rounded up
         ({"batch": 4, "length": 4096}, "8 batch", "8 batch"),
         ({"dim": 40}, "head_dims", "head_dims"),

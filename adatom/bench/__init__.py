@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from adatom.bench import run, science
 from adatom.bench import tune as tuning
 from adatom.bench.report import heading, host_sheet, plot, sheets, tables
-from adatom.bench.rivals import every, installed, select
+from adatom.bench.rivals import OWN, every, installed, select
 from adatom.bench.timing import Clock, interleave, peak_bytes, slowed
 from adatom.device import facts
 from adatom.registry import PASSES, rows
@@ -156,6 +156,9 @@ def _bench(
                     problem = run.Problem(case, where)
                     refused = run.unproven(problem, group, backend) if verify else None
                     contenders = run.wanted(case, group, rivals, by_name)
+                    for name in [n for n in contenders if verify and n.startswith(OWN)]:
+                        if why := run.unproven(problem, group, name.removeprefix(OWN)):
+                            contenders[name] = run.refusing(why)
                     record["entries"] += run.compare(
                         problem, group, contenders, clock, record["ceilings"], spent, backend, refused
                     )

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from adatom.bench.rivals import OWN
 from adatom.bench.rivals_attention import THREE_ORDERS
 from adatom.bench.science import GROUPS, TRAINING, size
 
@@ -108,11 +109,16 @@ def _rate(entry: dict[str, Any], best: bool, scale: float) -> str:
     return f"**{text}**" if best else text
 
 
+def _ours(contender: str) -> bool:
+    """Whether this is adatom, or one of its backends by name."""
+    return contender == "adatom" or contender.startswith(OWN)
+
+
 def _standing(at: dict[str, dict[str, Any]]) -> list[str]:
     ours = at.get("adatom")
     if ours is None:
         return []
-    rivals = [e["ms"] for name, e in at.items() if name != "adatom"]
+    rivals = [e["ms"] for name, e in at.items() if not _ours(name)]
     return [f"{100 * ours['share']:.0f} %", f"{min(rivals) / ours['ms']:.2f}x" if rivals else "-"]
 
 
@@ -139,7 +145,7 @@ def _whole(record: Record, group: str, *only: str) -> Sheet:
             parts = " + ".join(_short(e["ms"]) for e in steps[case, name])
             peak = max(e["peak_bytes"] or 0 for e in steps[case, name])
             cells.append(f"{text} ({parts}), {_bytes(peak)}" if " + " in parts else f"{text}, {_bytes(peak)}")
-        rivals = [ms for name, ms in total.items() if name != "adatom"]
+        rivals = [ms for name, ms in total.items() if not _ours(name)]
         rows.append([case, *cells, f"{min(rivals) / total['adatom']:.2f}x" if rivals and "adatom" in total else "-"])
     kinds = " + ".join(_unique(e["pass"] for e in entries if "ms" in e))
     notes = _reasons(failed, contenders, len(cases))

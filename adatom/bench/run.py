@@ -425,6 +425,15 @@ def wanted(case: Any, group: str, rivals: tuple[str, ...], by_name: bool) -> dic
     return {r.name: r.bind for r in mine if by_name or r.matters(case, group)} | own
 
 
+def refusing(why: str) -> Bind:
+    """Of a contender that may show no speed."""
+
+    def bind(case: Any, given: dict[str, Any]) -> Call:
+        raise Unfit(why)
+
+    return bind
+
+
 def _there(record: dict[str, Any]) -> dict[str, str]:
     """The versions of what is installed."""
     return {what: version for what, version in record["versions"].items() if version is not None}

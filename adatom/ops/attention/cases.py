@@ -329,6 +329,9 @@ GPU: tuple[Case, ...] = (
     # the Hopper backward under a right edge alone at head_dim 128, beside what it may be beside
     Case("right edge 100", 4, 16, 16, 1100, 1300, 128, 128, BF16, window=(None, 100)),
     Case("right edge, softcap", 2, 8, 4, 500, 421, 96, 80, BF16, causal=True, softcap=5.0),
+    *(Case(f"softcap causal {d}", 2, 4, 4, 333, 421, d, d, BF16, causal=True, softcap=5.0) for d in (64, 128)),
+    *(Case(f"softcap causal {d} long", 1, 2, 2, 4100, 4224, d, d, BF16, causal=True, softcap=5.0) for d in (64, 128)),
+    Case("bias 1hqk f32 bias causal long", 2, 2, 2, 4100, 4200, 64, 64, BF16, bias="1hqk", bias_dtype=F32, causal=True),
     Case("right edge, bias per key", 2, 8, 4, 333, 421, 128, 128, BF16, causal=True, bias="b11k"),
     Case("right edge, more queries", 2, 8, 8, 700, 421, 128, 128, F16, causal=True, sinks=True),
     # columns in two halves, without maxima; and scores for which that will not do

@@ -230,7 +230,7 @@ def _handed_on(p: Problem, most: int) -> str | None:
     """What a backward needs whose programs sum the gradient of the bias and hand dQ on to each other."""
     if not p.bias_grad:
         return "makes dQ along with the gradient of the bias, which nobody wants"
-    return f"is for {most} keys or fewer; got {p.seqlen_k}" if p.seqlen_k > most else None
+    return f"is for {1 << most.bit_length() - 1} keys or fewer" if p.seqlen_k > most else None  # lengths are rounded
 
 
 def hopper_float_bwd(p: Problem) -> str | None:
@@ -257,17 +257,16 @@ def hopper_bwd(p: Problem) -> str | None:
     """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd_any(p)) is not None:
         return why
-    dim, plain, masked = max(p.head_dim, p.head_dim_v), p.bias == "none", p.causal or p.window
+    dim, masked, heads, sms = max(p.head_dim, p.head_dim_v), p.causal or p.window, p.batch * p.heads, p.device.sms
+    wide = dim > 32 and p.bias == "none"
     if _whole_heads(p):
-        heads, sms = p.batch * p.heads, p.device.sms
         if 4 * heads < 3 * sms * -(-heads // sms):
             return f"gives programs whole heads, {heads} of which do not fill a GPU of {sms} multiprocessors"
         if min(p.seqlen_q, p.seqlen_k) < 256:
-            return "computes tiles of 128 queries and keys, which is slow below 256"
-    elif p.varlen:
-        if p.least_length < (least := 256 if dim <= 64 else 64):
-            return f"sums dQ in memory, which is slow for packed sequences of fewer than {least} tokens on average"
-    elif p.least_length < (least := 256 if dim > 32 and plain else 512 if dim > 64 and not masked else 1024):
+            return "computes tiles of 128 queries and keys, which is slow to 128 of either"
+    elif p.varlen and p.least_length < (least := 256 if dim <= 64 else 128):
+        return f"sums dQ in memory, which is slow for packed sequences of fewer than {least} tokens on average"
+    elif not p.varlen and p.least_length < (least := 256 if wide else 512 if dim > 64 and not masked else 1024):
         return f"sums dQ in memory, which is slow at lengths below {least}"
     if p.window and p.window_keys <= 64:
         return "sums dQ in memory, which is slow under windows of 64 keys and below"
@@ -275,12 +274,14 @@ def hopper_bwd(p: Problem) -> str | None:
         return "lacks registers to sum the gradient of a bias per key"
     if p.bias in ("key", "full") and p.softcap:
         return "lacks registers for a softcap beside a bias"
-    slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared  # or not timed
+    many = p.causal and p.seqlen_q > 2048  # where tiles walk upwards
+    if p.softcap and many and dim > 64 and not p.window:
+        return "is not proven with a softcap under a causal mask for more than 2048 queries beyond head_dim 64"
+    slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared or many  # or not timed, or not proven
     if p.bias == "full" and p.bias_dtype == torch.float32 and slow:
         return "has room for one tile of a float32 bias, and waits for each"
-    sms = p.device.sms
-    if 128 * (2 * sms // 3 if dim > 32 and plain else 3 * sms // 2) > _keys_of_all(p):
-        return "has too few tiles of 128 keys to fill the GPU"
+    if 128 * (2 * sms // 3 if wide else 3 * sms // 2) > _keys_of_all(p):
+        return "has too few tiles of 128 keys for the GPU"
     return None
 
 
@@ -288,8 +289,7 @@ def _keys_of_all(p: Problem) -> int:
     """Keys of all programs of the Gluon backward. Of many heads that share keys under a causal mask, these take four at
     most."""
     split = p.causal and not p.window and p.seqlen_k <= 2 * p.seqlen_q
-    heads = max(p.kv_heads, p.heads // 4) if split else p.kv_heads
-    return (1 if p.varlen else p.batch) * heads * p.seqlen_k
+    return (1 if p.varlen else p.batch) * (max(p.kv_heads, p.heads // 4) if split else p.kv_heads) * p.seqlen_k
 
 
 def hopper_bwd_ordered(p: Problem) -> str | None:
@@ -298,8 +298,10 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
         return why
     if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64:
         return "adds to dQ in order, which takes too long under windows of 256 keys and below"
+    if p.softcap and p.causal and not p.window:
+        return "is not proven in order with a softcap under a causal mask"
     if not (p.causal or p.window or _whole_heads(p)) and _keys_of_all(p) < 128 * (3 * p.device.sms // 2):
-        return "adds to dQ in order, and without a mask has too few tiles of 128 keys to fill the GPU"
+        return "adds to dQ in order, and without a mask has too few tiles of 128 keys for the GPU"
     return None
 
 
