@@ -317,26 +317,5 @@ def test_programs_are_whole_chains(sms):
 
 
 def test_results_repeat_under_load_and_in_many_streams(cuda):
-    """All gradients have the same bits, whatever else the GPU does: copies, or the same kernels from other streams."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    streams = [torch.cuda.Stream() for _ in range(6)]
-    load = torch.empty(2**26, device=cuda)
-    for batch, heads, len_q, len_k in (
-        (72, 4, 500, 520), (16, 16, 768, 768), (64, 1, 900, 1000), (16, 2, 1100, 4088), (256, 4, 256, 256)
-    ):  # fmt: skip
-        q, dout = (torch.randn(batch, heads, len_q, 32, device=cuda) for _ in range(2))
-        k, v = (torch.randn(batch, heads, len_k, 32, device=cuda) for _ in range(2))
-        bias = torch.randn(1, heads, len_q, len_k, device=cuda)
-        x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
-        out, lse = fwd.forward(x, o)
-        first = bwd.backward(x, o, out, lse, dout, None, True)[:4]
-        torch.cuda.synchronize()
-        for _ in range(20):
-            found = []
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    found += bwd.backward(x, o, out, lse, dout, None, True)[:4]
-            load.mul_(1.5)
-            torch.cuda.synchronize()
-            assert all(torch.equal(a, b) for a, b in zip(first * len(streams), found))
+    shapes = (72, 4, 500, 520), (16, 16, 768, 768), (64, 1, 900, 1000), (16, 2, 1100, 4088), (256, 4, 256, 256)
+    shared.check_repeats(fwd.forward, bwd.backward, F32, 6, shapes)

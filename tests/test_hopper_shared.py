@@ -503,27 +503,31 @@ def test_limits(options, forward_word, backward_word):
         assert (why is None) if word is None else word in why, why
 
 
-def test_results_repeat_under_load_and_in_three_streams(cuda):
-    """All gradients have the same bits, whatever else the GPU does: copies, or the same kernels from other streams."""
+def check_repeats(forward, backward, dtype, n_streams, shapes):
+    """All gradients at (batch, heads, queries, keys) have the same bits, whatever else the GPU does: copies, or the
+    same kernels from other streams."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    load = torch.empty(2**26, device=cuda)
-    for batch, heads, len_q, len_k in (
-        (72, 4, 500, 520), (8, 16, 768, 768), (64, 1, 900, 1000), (8, 4, 1100, 4088), (256, 4, 256, 256)
-    ):  # fmt: skip
-        q, dout = (torch.randn(batch, heads, len_q, 32, device=cuda, dtype=HALF) for _ in range(2))
-        k, v = (torch.randn(batch, heads, len_k, 32, device=cuda, dtype=HALF) for _ in range(2))
-        bias = torch.randn(1, heads, len_q, len_k, device=cuda, dtype=HALF)
+    streams = [torch.cuda.Stream() for _ in range(n_streams)]
+    load = torch.empty(2**26, device="cuda")
+    for batch, heads, len_q, len_k in shapes:
+        q, dout = (torch.randn(batch, heads, len_q, 32, device="cuda", dtype=dtype) for _ in range(2))
+        k, v = (torch.randn(batch, heads, len_k, 32, device="cuda", dtype=dtype) for _ in range(2))
+        bias = torch.randn(1, heads, len_q, len_k, device="cuda", dtype=dtype)
         x, o, _ = inputs_of(q=q, k=k, v=v, bias=bias)
-        out, lse = fwd.forward(x, o)
-        first = bwd.backward(x, o, out, lse, dout, None, True)[:4]
+        out, lse = forward(x, o)
+        first = backward(x, o, out, lse, dout, None, True)[:4]
         torch.cuda.synchronize()
         for _ in range(20):
             found = []
             for stream in streams:
                 with torch.cuda.stream(stream):
-                    found += bwd.backward(x, o, out, lse, dout, None, True)[:4]
+                    found += backward(x, o, out, lse, dout, None, True)[:4]
             load.mul_(1.5)
             torch.cuda.synchronize()
-            assert all(torch.equal(a, b) for a, b in zip(first * 3, found))
+            assert all(torch.equal(a, b) for a, b in zip(first * n_streams, found))
+
+
+def test_results_repeat_under_load_and_in_three_streams(cuda):
+    shapes = (72, 4, 500, 520), (8, 16, 768, 768), (64, 1, 900, 1000), (8, 4, 1100, 4088), (256, 4, 256, 256)
+    check_repeats(fwd.forward, bwd.backward, HALF, 3, shapes)
