@@ -62,6 +62,7 @@ if not hasattr(_core.shared_memory_descriptor, "reinterpret"):
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+END = gl.constexpr(2**30)  # the end of the rows of packed tensors
 
 
 # -- barriers ----------------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def make_tiles(desc, N: gl.constexpr):
     """Shared memory for N tiles [rows, dim] of a descriptor."""
     SHAPE: gl.constexpr = desc.block_type.shape
     LAYOUT: gl.constexpr = as_matrix(desc.layout)
-    return gl.allocate_shared_memory(desc.dtype, [N, SHAPE[2], SHAPE[3]], LAYOUT)
+    return gl.allocate_shared_memory(desc.dtype, [N, SHAPE[-2], SHAPE[-1]], LAYOUT)
 
 
 @gluon.jit
@@ -224,16 +225,27 @@ def as_box(desc, tile):
 
 
 @gluon.jit
+def box_at(desc, b, h, row, column):
+    """The coordinates of the box at (row, column) of (b, h). Of a packed tensor (`descriptor`), b is a sequence: (its
+    first token, its tokens), and rows beyond the last do not exist."""
+    if len(desc.block_type.shape) == 5:
+        start, length = b
+        return END, start + length, h, END - length + row, column
+    else:
+        return b, h, row, column
+
+
+@gluon.jit
 def load_tile(desc, b, h, row, column, full, tile):
     """Begin to copy the box at (row, column) of (b, h) to a tile; `full` completes when all has arrived."""
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_load(desc, [b, h, row, column], full, as_box(desc, tile))
+    tma.async_load(desc, box_at(desc, b, h, row, column), full, as_box(desc, tile))
 
 
 @gluon.jit
 def store_tile(desc, b, h, row, column, tile):
     """Begin to copy a tile to (row, column) of (b, h), what exists of it. Its writers called fence_async_shared()."""
-    tma.async_store(desc, [b, h, row, column], as_box(desc, tile))
+    tma.async_store(desc, box_at(desc, b, h, row, column), as_box(desc, tile))
 
 
 @gluon.jit
@@ -344,9 +356,32 @@ def boxed(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 4 else x.transpose(0, 1)[None]
 
 
+def sequences(x: torch.Tensor) -> torch.Tensor:
+    """Packed x (tokens, heads, dim) for a descriptor whose boxes end with a sequence; any other x as it is."""
+    return x.transpose(0, 1) if x.dim() == 3 else x
+
+
+def _packed_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
+    """A descriptor of packed x (heads, tokens, dim) for boxes that end with a sequence (`box_at`).
+
+    Its rows end at END, where a sequence is made to end by the place of its rows. Two dimensions more put the address
+    right again: at END of the first, whose stride is 2**34 less a row, it is 2**64 elements less END rows, and addresses
+    have 64 bits. After triton/tools/ragged_tma.py.
+    """
+    heads, _, dim = x.shape
+    step, row = (stride if n > 1 else 16 for n, stride in zip(x.shape[:2], x.stride()))
+    box = [1, 1, 1, *block]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
+    far = 2**31 - 2**16
+    return TensorDescriptor(x, [far, far, heads, END.value, dim], [2**34 - row, row, step, row, 1], box, layout)
+
+
 def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor of x for tiles of that shape: of x (batch, heads, length, dim) so many rows and columns, swizzled in
-    shared memory; of an x with fewer dimensions as it lies. An expanded dimension has one element, at index 0."""
+    shared memory; of packed x (heads, tokens, dim), those of a sequence; of an x with fewer dimensions as it lies. An
+    expanded dimension has one element, at index 0."""
+    if x.dim() == 3:
+        return _packed_descriptor(x, block)
     box = [1] * (x.dim() - len(block)) + list(block)
     if x.dim() == 4:
         layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[x.dtype])
