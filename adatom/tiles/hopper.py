@@ -399,7 +399,7 @@ def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
 def load_tile_and_numbers(desc, b, h, row, numbers, start, full, tile, values):
     """Begin to copy rows row.. of (b, h) to a tile, and elements start.. of a 1-D descriptor to `values`."""
     mbarrier.expect(full, desc.block_type.nbytes + numbers.block_type.nbytes)
-    tma.async_load(desc, [b, h, row, 0], full, as_box(desc, tile))
+    tma.async_load(desc, box_at(desc, b, h, row, 0), full, as_box(desc, tile))
     tma.async_load(numbers, [start], full, values)
 
 

@@ -42,13 +42,13 @@ from adatom.ops.attention.triton_call import (
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
     Launch,
-    boxed,
     fence_async_shared,
     gl,
     gluon,
     let_next,
     make_barriers,
     make_tiles,
+    sequences,
     wait_for_previous,
 )
 
@@ -88,16 +88,16 @@ CONFIGS: dict[tuple[int, bool], Config] = {
 
 @gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr, DVPtr, Order, Lens, Taken, Turns,
-                stride_kh, stride_kn, stride_vh, stride_vn, stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h,
-                heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, n_tiles, whole, pieces, scale,
-                softcap, D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
-                LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr,
-                VARLEN: gl.constexpr, ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr,
-                CLAIM: gl.constexpr, UP: gl.constexpr, IN_TURN: gl.constexpr, TWICE: gl.constexpr, CUT: gl.constexpr,
-                EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr,
-                PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr,
-                BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, SUMS: gl.constexpr,
-                WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h, heads, kv_heads, n_heads, group, splits,
+                len_q, len_k, left, right, n_tiles, whole, pieces, scale, softcap, D: gl.constexpr,
+                HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
+                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
+                ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
+                IN_TURN: gl.constexpr, TWICE: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr,
+                DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+                RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
+                TILES: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
+                KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -107,9 +107,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
     how many blocks of keys are through with it. Order: for packed sequences, which are one batch element here; then
-    n_heads is their number. DKPtr, DVPtr: for these, and for WIDE parts; CUT: DKPtr, of
-    the pieces of dV and dK. kv_heads: those of dK and dV, `splits` times
-    as many as K and V have.
+    n_heads is their number, and descriptors end with one. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the pieces of
+    dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    FIRST, CLAIM, UP, IN_TURN, TWICE, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES,
@@ -156,25 +155,20 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     wait_for_previous(EARLY)
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces))
-    strides = (stride_kh, stride_kn, stride_vh, stride_vn)
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
     if ADDER:
         gl.warp_specialize([
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap, 0,
-                        PLAN)),
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap, 1,
-                        PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
             (producer, (Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, slices, PLAN)),
             (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 0, PLAN)),
             (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 1, PLAN)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap, 0,
-                        PLAN)),
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap, 1,
-                        PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
             (producer, (Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, slices, PLAN)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
@@ -324,11 +318,11 @@ def _launches(
         group = next((g for g in range(group, group // 2, -1) if n_heads % g == 0), group)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
-        *call.strides(dk)[1:], *call.strides(dv)[1:], stride_bb, stride_bh, stride_bn,
-        call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads, call.kv_heads, n_heads, group, splits,
-        call.len_q, call.len_k, call.left, call.right, units, whole, pieces, call.scale, o.softcap,
+        stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
+        call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, pieces,
+        call.scale, o.softcap,
     )  # fmt: skip
-    columns = (call.head_dim, call.head_dim_v) if call.varlen or wide else (dim, dim)  # TMA knows them otherwise
+    columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
     piece = 64 if way.in_turn else min(dim, 64) // 2, 128
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
@@ -403,8 +397,8 @@ def _backward(
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     pieces = empty(plan.pieces, lse) if plan.added else None
     plan.main(
-        boxed(x.q), boxed(x.k), boxed(x.v), boxed(dout), rows, delta, bias, *map(boxed, described),
-        boxed(dq) if total is None else total, tiles, sums,
+        *map(sequences, (x.q, x.k, x.v, dout)), rows, delta, bias, *map(sequences, described),
+        dq if total is None else total, tiles, sums,
         dk_part if pieces is None else pieces, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
     if plan.behind:

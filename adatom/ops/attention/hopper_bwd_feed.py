@@ -227,13 +227,13 @@ def tile_at(b, hk, n0, Lens, counts, PLAN: gl.constexpr):
     if PLAN.LENS:
         len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
     first = (b * kv_heads + hk) * (heads // kv_heads) * stride
-    return b, hk, n0, len_q, len_k, b * 0, b * 0, first, stride
+    return b, hk, n0, len_q, len_k, b, b, first, stride
 
 
 @gluon.jit
 def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
-    """(batch, head of keys, first key, queries, keys, first tokens of both, number of the first head's block 0 among
-    all blocks of queries, blocks of a head) of tile t.
+    """(batch, head of keys, first key, queries, keys, what `load_tile` takes for the batch of queries, and of keys,
+    number of the first head's block 0 among all blocks of queries, blocks of a head) of tile t.
 
     Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
     first, but for DESCENDING. Packed tiles are listed in Order.
@@ -245,8 +245,8 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         hk = gl.load(row + 6)
         stride = len_q // BLOCK_M + n_heads
         first = gl.load(row + 5) + hk * (heads // kv_heads) * stride
-        start_q, start_k = gl.load(row + 1), gl.load(row + 2)
-        return t * 0, hk, gl.load(row), gl.load(row + 3), gl.load(row + 4), start_q, start_k, first, stride
+        b_q, b_k = (gl.load(row + 1), gl.load(row + 3)), (gl.load(row + 2), gl.load(row + 4))
+        return t * 0, hk, gl.load(row), b_q[1], b_k[1], b_q, b_k, first, stride
     else:
         t, _ = piece_of(t, counts, PLAN)
         n_blocks = (len_k + BLOCK_N - 1) // BLOCK_N
@@ -343,14 +343,14 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     if PLAN.DYNAMIC:  # not by the program's number: another may wait for the tile of one that has not begun
         t = gl.atomic_add(Taken, 1, sem="relaxed")
     while t < n_tiles:
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
             tell(t, b, hk, n0, number_s, turn, PLAN)
-        load_tile(K, b, hk // splits, start_k + n0, 0, k_full.index(i_kv), k_s.index(i_kv))
+        load_tile(K, b_k, hk // splits, n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
@@ -360,15 +360,13 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
                 wait_rows_read(n, STAGES)
             else:
                 wait_empty(q_empty, n, STAGES)
-            load_tile_and_numbers(Q, b, h, start_q + m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i),
-                                  lse_s.index(i))
+            load_tile_and_numbers(Q, b_q, h, m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i), lse_s.index(i))
             if j == 0:
                 for c in gl.static_range(2):
-                    load_tile(V, b, hk // splits, start_k + n0 + c * HALF, 0, v_full.index(i_kv),
-                              v_s.index(i_kv * 2 + c))
+                    load_tile(V, b_k, hk // splits, n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
             if not PLAN.DENSE:
                 wait_empty(do_empty, n, STAGES)
-            load_tile_and_numbers(DOut, b, h, start_q + m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
+            load_tile_and_numbers(DOut, b_q, h, m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                   delta_s.index(i))
             if PLAN.BIAS == FULL:
                 for part in gl.static_range(PARTS):
@@ -431,8 +429,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         wait_full(k_full, turn, PLAN.KV_STAGES)
         t = told(number_s, turn, 1, PLAN)
     while t < n_tiles:
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 1,
-                                                                             PLAN)
+        b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 1, PLAN)
         if PLAN.DYNAMIC:
             release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)

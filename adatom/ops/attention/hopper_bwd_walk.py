@@ -19,6 +19,7 @@ from adatom.ops.attention.hopper_bwd_feed import (
     first_tile,
     rows_read,
     tile_behind,
+    tile_of,
     tile_told,
     tiles_in_all,
     told,
@@ -36,7 +37,6 @@ from adatom.tiles.hopper import (
     named_sync,
     release,
     slot,
-    store_rows,
     store_tile,
     tanh_of_scores,
     tma,
@@ -260,8 +260,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
     m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
-    ragged = n0 + BLOCK_N > len_k
     edges = _edges(n0, len_q, len_k, right, C)
+    ragged = edges[0] < HALF
     rounds = sharing if PLAN.TWICE else 1
     masked = gl.minimum(whole_begin - begin, blocks)  # TWICE: blocks that the mask cuts
     for _round in range(rounds):
@@ -404,7 +404,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
 
 @gluon.jit
 def _clear_keys(n0, len_k, i_kv, tiles, C: gl.constexpr):
-    """Zero this consumer's keys and values beyond the last, which may be NaN. All consumers read them later."""
+    """Zero this consumer's keys and values beyond kv_lens, which may be NaN. All consumers read them later."""
     k_s, v_s, _, _, _, _, _, _, _, _, _ = tiles
     keys = len_k - n0 - C * HALF
     if keys < HALF:
@@ -413,18 +413,23 @@ def _clear_keys(n0, len_k, i_kv, tiles, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.constexpr, DIM: gl.constexpr):
-    """Write the accumulator x to rows of a gradient, by way of a tile of shared memory; WIDE: as it is, to rows of
-    parts that lie without gaps."""
-    kv_heads, stride_h, stride_n = strides
+def _store(X, Pointer, x, tile, rows, counts, PLAN: gl.constexpr, DIM: gl.constexpr):
+    """Write the accumulator x to rows (batch as of `load_tile`, head, first) of a gradient, by way of a tile of shared
+    memory; WIDE: as it is, to rows of parts that lie without gaps."""
+    b, hk, row = rows
     if PLAN.WIDE:
         i = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))[:, None]
         d = gl.arange(0, PLAN.D, gl.SliceLayout(0, x.type.layout))[None, :]
-        Pointer += (b * kv_heads + hk).to(gl.int64) * stride_h + (start_k + row).to(gl.int64) * stride_n
-        gl.store(Pointer + i * stride_n + d, x, mask=(i < len_k - row) & (d < DIM))
-    elif PLAN.VARLEN:  # the rows after the last are the next sequence's
-        tile.store(x.to(X.dtype))
-        store_rows(Pointer + hk.to(gl.int64) * stride_h, tile, start_k + row, len_k - row, stride_n, DIM)
+        kv_heads, most_k = counts[1], counts[6]
+        if PLAN.VARLEN:
+            start, length = b
+            Pointer += ((start + row).to(gl.int64) * kv_heads + hk) * DIM
+            step = kv_heads * DIM
+        else:  # of keys beyond kv_lens, zeros
+            length = most_k
+            Pointer += ((b * kv_heads + hk).to(gl.int64) * most_k + row) * DIM
+            step = DIM
+        gl.store(Pointer + i * step + d, x, mask=(i < length - row) & (d < DIM))
     else:
         tile.store(x.to(X.dtype))
         fence_async_shared()
@@ -432,14 +437,12 @@ def _store(X, Pointer, strides, x, tile, b, hk, start_k, row, len_k, PLAN: gl.co
 
 
 @gluon.jit
-def _store_both(DK, DV, DKPtr, DVPtr, strides, dk, dv, place_dk, place_dv, kv_heads, rows, PLAN: gl.constexpr):
+def _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN: gl.constexpr):
     """Write dV and dK; ahead of dK wait until dV has left, if it goes by way of the same memory."""
-    b, hk, start_k, row, len_k = rows
-    stride_kh, stride_kn, stride_vh, stride_vn = strides
-    _store(DV, DVPtr, (kv_heads, stride_vh, stride_vn), dv, place_dv, b, hk, start_k, row, len_k, PLAN, PLAN.HEAD_DIM_V)
+    _store(DV, DVPtr, dv, place_dv, rows, counts, PLAN, PLAN.HEAD_DIM_V)
     if not PLAN.LATE and PLAN.D > 64 and not PLAN.IN_TURN:
         tma.store_wait(1 if PLAN.ONCE else 0)
-    _store(DK, DKPtr, (kv_heads, stride_kh, stride_kn), dk, place_dk, b, hk, start_k, row, len_k, PLAN, PLAN.HEAD_DIM)
+    _store(DK, DKPtr, dk, place_dk, rows, counts, PLAN, PLAN.HEAD_DIM)
 
 
 @gluon.jit
@@ -451,8 +454,8 @@ def _keep_piece(Pieces, x, number, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars, counts, scale, softcap,
-             C: gl.constexpr, PLAN: gl.constexpr):
+def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, C: gl.constexpr,
+             PLAN: gl.constexpr):
     """Multiplies what the producer loads."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
@@ -470,8 +473,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
         wait_full(k_full, turn, KV_STAGES)
         t = told(number_s, turn, 4, PLAN)
     while t < n_tiles:
-        b, hk, n0, len_q, len_k, start_q, start_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 4,
-                                                                             PLAN)
+        b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 4, PLAN)
         begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
         span = (begin, whole_begin, whole_end, blocks)
@@ -482,7 +484,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
                 _clear_sums(dq_s, C, PLAN)
         wait_full(k_full, turn, KV_STAGES)
         wait_full(v_full, turn, KV_STAGES)
-        if PLAN.LENS or PLAN.VARLEN:
+        if PLAN.LENS:
             _clear_keys(n0, len_k, i_kv, tiles, C)
         dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
         dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
@@ -505,20 +507,19 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, strides, given, tiles, bars,
             place_dv, place_dk = room.index(0), room.index(ROOM - 1)
             if PLAN.ONCE:  # its values are wanted no more
                 place_dv = v_s.index(i_kv * 2 + C).reinterpret(DV.dtype, [1, HALF, D], as_matrix(DV.layout)).index(0)
-        row = n0 + C * HALF
-        if PLAN.WIDE and not PLAN.VARLEN:  # of keys beyond kv_lens, zeros
-            len_k = most_k
         dk *= scale
-        rows = (b, hk, start_k, row, len_k)
+        if PLAN.VARLEN and PLAN.ONCE:  # looked up again: in the loop over blocks they would take registers
+            b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
+        rows = (b_k, hk, n0 + C * HALF)
         if PLAN.CUT:
             whole = counts[-1][1]
             if t >= whole:
                 _keep_piece(DKPtr, dv, (t - whole) * 2, C, PLAN)
                 _keep_piece(DKPtr, dk, (t - whole) * 2 + 1, C, PLAN)
             else:
-                _store_both(DK, DV, DKPtr, DVPtr, strides, dk, dv, place_dk, place_dv, kv_heads, rows, PLAN)
+                _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN)
         else:
-            _store_both(DK, DV, DKPtr, DVPtr, strides, dk, dv, place_dk, place_dv, kv_heads, rows, PLAN)
+            _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)
