@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -99,3 +100,45 @@ def test_the_same_bits_a_thousand_times(cuda: torch.device, deterministic: None,
             changed |= (one != other).any()
     torch.cuda.synchronize()
     assert not changed.item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "dtype"), [
+    (64, 4, 4, BF16), (128, 4, 4, BF16), (64, 8, 2, torch.float16), (128, 16, 2, BF16), (40, 6, 3, torch.float16),
+])  # fmt: skip
+def test_packed_sequences_do_not_see_each_other(
+    cuda: torch.device, dim: int, heads: int, kv_heads: int, dtype: torch.dtype, causal: bool
+) -> None:
+    """NaN and infinities in some sequences change no bit of the gradients of others, also where these are empty."""
+    pytest.importorskip("triton.experimental.gluon")
+    from adatom.ops.attention import hopper_bwd, hopper_fwd
+    from adatom.ops.attention.api import inputs_of
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    lens_q, lens_k, bad = (300, 0, 1, 65, 40, 129, 500, 128, 7), (290, 30, 1, 129, 0, 64, 640, 128, 9), (1, 3, 6, 8)
+    ends = [torch.tensor((0, *lens)).cumsum(0).int().to(cuda) for lens in (lens_q, lens_k)]
+    at_q, at_k = (torch.arange(len(lens)).repeat_interleave(torch.tensor(lens)) for lens in (lens_q, lens_k))
+    good_q, good_k = (torch.tensor([int(s) not in bad for s in at], device=cuda) for at in (at_q, at_k))
+
+    def rows(n: int, h: int) -> Tensor:
+        return torch.randn(n, h, dim, device=cuda, dtype=dtype)
+
+    clean = [rows(sum(lens_q), heads), *(rows(sum(lens_k), kv_heads) for _ in "kv"), rows(sum(lens_q), heads)]
+    x, o, _ = inputs_of(*clean[:3], *ends, causal=causal)
+    out, lse = hopper_fwd.forward(x, o)
+    found = []
+    for value in (None, math.nan, math.inf, -math.inf):
+        if value is not None:
+            for t in (x.q, clean[3], out, lse.T):
+                t[~good_q] = value
+            for t in (x.k, x.v):
+                t[~good_k] = value
+        for backward in (hopper_bwd.backward_ordered, hopper_bwd.backward):
+            dq, dk, dv, _, _ = backward(x, o, out, lse, clean[3], None, False)
+            found.append([dq[good_q], dk[good_k], dv[good_k]])
+            assert all(bool(t.isfinite().all()) for t in found[-1])
+    for others in found[2::2]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others))
+    for others in found[3::2]:  # the fast row adds dQ in any order
+        assert all(torch.equal(a, b) for a, b in zip(found[1][1:], others[1:]))

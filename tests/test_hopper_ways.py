@@ -241,3 +241,22 @@ for dim, block_m in ((32, 128), (64, 128), (128, 64)):
 def test_a_sum_that_nobody_wrote_is_zero():
     """What lies there may be NaN."""
     run_interpreted(UNSEEN)
+
+
+@pytest.mark.parametrize("size", [(500, 3, 64), (1, 3, 40), (7, 1, 128)])
+def test_boxes_of_packed_tensors_end_with_a_sequence(size):
+    """Rows of a sequence are inside of its descriptor and at their address, in 64 bits; the others are outside."""
+    x = torch.empty(size[0], 2 * size[1], size[2], dtype=torch.bfloat16)[:, ::2]
+    desc = hopper.descriptor(hopper.sequences(x), (128, 128))
+    box = SimpleNamespace(block_type=SimpleNamespace(shape=desc.block_shape))
+    box_at = as_python(hopper.box_at, END=hopper.END.value)
+    for begin, end in ((0, size[0]), (0, 0), (size[0] // 2, size[0]), (size[0] // 3, size[0] // 3 + 1)):
+        for h, row in itertools.product(range(size[1]), (0, 64, 128, 384, 512)):
+            at = box_at(box, (begin, end - begin), h, row, 8)
+            assert all(0 <= place < 2**31 for place in at)
+            assert all(place < n for i, (place, n) in enumerate(zip(at, desc.shape)) if i != 3)
+            inside = max(0, min(128, desc.shape[3] - at[3]))
+            assert inside == max(0, min(128, end - begin - row))
+            address = 2 * sum(place * stride for place, stride in zip(at, desc.strides)) % 2**64
+            if inside:
+                assert address == 2 * ((begin + row) * x.stride(0) + h * x.stride(1) + 8)
