@@ -461,10 +461,12 @@ def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: 
     return True
 
 
-@pytest.mark.parametrize("right", [-1, 0, 77])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (-1, 77), (200, 0), (30, 77), (3, 2)])
 @pytest.mark.parametrize("lengths", [(640, 640), (300, 1000), (1000, 300)])
-def test_masks_without_a_branch(lengths, right):
-    """Under a causal mask at head_dim 128 every block is masked, by numbers that split a query's place in two."""
+def test_masks_without_a_branch(lengths, left, right, block):
+    """Numbers that split a query's place in two mask what the query does not see; blocks that lie behind the edge to
+    the right, by the edge to the left alone."""
     len_q, len_k = lengths
     tensors = SimpleNamespace(
         arange=lambda begin, end, layout: torch.arange(begin, end),
@@ -472,16 +474,20 @@ def test_masks_without_a_branch(lengths, right):
         where=lambda seen, *_: seen,
     )
     masked, edges = as_python(walk._masked, gl=tensors, HALF=64), as_python(walk._edges, HALF=64)
-    scores = SimpleNamespace(type=SimpleNamespace(layout=None))
-    plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, BLOCK_M=64, RIGHT=right >= 0)
-    for n0, c, m in itertools.product(range(0, len_k, 128), (0, 1), range(math.ceil(len_q / 64))):
+    scores = SimpleNamespace(type=SimpleNamespace(layout=None), shape=[64, block])
+    plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, LEFT=left >= 0, RIGHT=right >= 0)
+    for n0, c, row in itertools.product(range(0, len_k, 128), (0, 1), range(0, len_q, block)):
         key = torch.arange(64)[:, None] + n0 + c * 64
-        at = torch.arange(64) + m * 64 + len_k - len_q
-        got = masked(scores, m, edges(n0, len_q, len_k, right, c), plan)
+        at = torch.arange(block) + row + len_k - len_q
+        of = edges(n0, len_q, len_k, left, right, c)
+        got = masked(scores, row, of, False, plan)
         if right < 0 and plan.EVEN_N:
             assert got is scores
-        else:
-            assert torch.equal(got.expand(64, 64), (key < len_k) & ((key <= at + right) | (right < 0)))
+            continue
+        wanted = (key < len_k) & ((key <= at + right) | (right < 0)) & ((key >= at - left) | (left < 0))
+        assert torch.equal(got.expand(64, block), wanted)
+        if left >= 0 and bool((key <= at + right).all()) and n0 + 128 <= len_k:
+            assert torch.equal(masked(scores, row, of, True, plan).expand(64, block), wanted)
 
 
 @pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}])

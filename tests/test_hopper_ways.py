@@ -85,7 +85,8 @@ def test_which_way_a_plan_goes():
         assert plan.UP == (causal and dim > 32 and (ordered or long or dim > 64 and not shared))
         assert plan.DESCENDING == (causal and dim > 32 and ordered)
         assert plan.IN_TURN == (dim > 64 and long and plain and not (causal or ordered))
-        assert plan.TWICE == (dim > 64 and long and plain and causal)
+        inside = dim == 32 and length <= 512 and not shared
+        assert plan.LOOPS == (2 if plain and causal and dim <= 64 and not inside else 1)
         assert plan.CUT <= plan.IN_TURN
         assert plan.CLAIM <= plan.FIRST and plan.UP <= (plan.CLAIM or ordered)
         assert plan.CLAIM or plan.DYNAMIC or plan.ORDERED or not plan.FIRST  # who waits is not before whom it waits for
@@ -151,27 +152,36 @@ def test_consumers_that_multiply_dq_in_turn_meet(seed):
 
 
 @pytest.mark.parametrize("up", [False, True])
-@pytest.mark.parametrize("lengths", [(640, 640), (300, 1024), (1000, 384), (100, 128)])
-def test_blocks_in_the_loop_without_a_mask_need_none(lengths, up):
-    """Under a causal mask a tile's visits are in two loops, as `walk._walk` counts them."""
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("left", [-1, 0, 2, 100, 300])
+@pytest.mark.parametrize("right", [0, 2, 300])
+@pytest.mark.parametrize("lengths", [(640, 640), (300, 1024), (1000, 384), (100, 128), (555, 700)])
+def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block_m, up):
+    """A tile's visits are in two loops, under a window in three, as `walk._walk` counts them; of those that only the
+    edge to the left may cut, the other cuts none."""
     len_q, len_k = lengths
-    of = SimpleNamespace(LEFT=False, RIGHT=True, LENS=False, VARLEN=False, CUT=False, BLOCK_M=64, UP=up, TWICE=True)
+    of = SimpleNamespace(
+        LEFT=left >= 0, RIGHT=True, LENS=False, VARLEN=False, CUT=False, EVEN_N=len_k % 128 == 0, BLOCK_M=block_m,
+        UP=up, LOOPS=3 if left >= 0 else 2,
+    )  # fmt: skip
     blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
-    visit = as_python(feed.visit, step=as_python(feed.step))
-    stride = math.ceil(len_q / 64)
+    visit, visits = as_python(feed.visit, step=as_python(feed.step)), as_python(walk._visits)
+    stride = math.ceil(len_q / block_m)
     for n0 in range(0, len_k, 128):
-        begin, whole_begin, _, count = blocks_of(n0, len_q, len_k, -1, 0, of)
-        some = min(whole_begin - begin, count)
-        assert 0 <= some <= 3
+        ragged = n0 + 128 > len_k
+        span = begin, *_, count = blocks_of(n0, len_q, len_k, left, right, of)
         at, seen = before_visits(0, 0, begin, count, 1, stride, of), []
-        for kind in range(2):
-            masked = walk._masks(kind, of)
-            for _ in range(some if masked else count - some):
+        for kind in range(of.LOOPS):
+            cuts = walk._cuts(kind, of)
+            for _ in range(visits(cuts, span, ragged, of)):
                 at = visit(*at, begin, count, stride, of)
                 seen.append(at[0])
-                assert masked or at[0] * 64 + len_k - len_q >= n0 + 127
-        assert sorted(seen) == list(range(begin, begin + count))
+                queries = range(at[0] * block_m, min((at[0] + 1) * block_m, len_q))
+                first, last = (i + len_k - len_q for i in (queries[0], queries[-1]))
+                assert cuts == "right" or not ragged and n0 + 127 <= first + right
+                assert cuts != "none" or left < 0 or last - left <= n0
+        assert seen == sorted(seen, reverse=not up) == list(range(begin, begin + count))[:: 1 if up else -1]
 
 
 def circle(programs, ahead):

@@ -93,7 +93,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
                 RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
-                IN_TURN: gl.constexpr, TWICE: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr,
+                IN_TURN: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr,
                 DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
                 RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
                 TILES: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
@@ -111,7 +111,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   FIRST, CLAIM, UP, IN_TURN, TWICE, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES,
+                                   FIRST, CLAIM, UP, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES,
                                    RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
@@ -249,7 +249,7 @@ class Way(NamedTuple):
     claim: bool = False
     up: bool = False
     in_turn: bool = False
-    twice: bool = False
+    loops: int = 1
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
 
@@ -261,17 +261,23 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
     masked, long = call.right >= 0 or call.left >= 0, call.len_q >= _LONG
     first = not inside
     look = first and (lens or call.varlen or call.len_q > call.len_k and masked)
-    twice = dim > 64 and causal and plain and long and call.even(call.len_k, BLOCK_N.value)
+    loops = 1
+    if plain and masked and not inside:
+        if call.right >= 0 and call.left >= 0:
+            loops = 3
+        elif causal and (dim <= 64 or not call.even(call.len_k, BLOCK_N.value)):
+            loops = 2
     if ordered:
         up = first and not look and causal and dim > 32
-        return Way("one" if tiles == "static" else tiles, first, up=up, twice=twice, look=look)
+        return Way("one" if tiles == "static" else tiles, first, up=up, loops=loops, look=look)
     if tiles == "static" and plain and long:
         return Way(tiles, in_turn=True, cut=True)
     if tiles == "static":
         first = first and (plain or call.meta["BIAS"] == FULL.value)
-    up = first and not look and causal and dim > 32 and (long or dim > 64 and call.heads == call.kv_heads)
+    up = first and causal and dim > 32 and (long or dim > 64 and call.heads == call.kv_heads)
+    up = up and (dim > 64 or not look)
     claim = up or look or first and tiles != "dynamic"
-    return Way(tiles, first, claim, up, twice=twice, look=look)
+    return Way(tiles, first, claim, up, loops=loops, look=look)
 
 
 def _launches(
@@ -342,7 +348,7 @@ def _launches(
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ADDER": turns or call.varlen, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "IN_TURN": way.in_turn, "TWICE": way.twice, "CUT": pieces > 1, "EARLY": True, "ONCE": way.tiles == "one",
+            "IN_TURN": way.in_turn, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True, "ONCE": way.tiles == "one",
             "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,

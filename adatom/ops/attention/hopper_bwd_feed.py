@@ -71,7 +71,7 @@ class Plan:
     CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     IN_TURN: bool  # the consumers multiply dQ in turn, all of a visit's at once
-    TWICE: bool  # blocks that need no mask have a loop of their own
+    LOOPS: int  # over blocks of queries: 2, 3: those that need no mask have one of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
     ONCE: bool  # a program has one tile
     DYNAMIC: bool
@@ -95,9 +95,10 @@ class Plan:
 
     @property
     def DENSE(self) -> bool:
-        """Whether blocks are masked without a branch (all of them, if not TWICE), dV is multiplied behind dS, and
-        consumers free queries and dO at named barriers: what is fastest under a causal mask, and in turn."""
-        return self.D > 64 and self.RIGHT and not self.LEFT or self.IN_TURN
+        """Whether dV is multiplied behind dS, consumers free queries and dO at named barriers, and blocks are masked
+        without a branch, all of them if there is one loop: what is fastest beyond head_dim 64 under a mask, and in
+        turn."""
+        return self.D > 64 and self.RIGHT and (not self.LEFT or self.LOOPS > 1) or self.IN_TURN
 
 
 @gluon.constexpr_function

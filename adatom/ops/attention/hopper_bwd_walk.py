@@ -194,31 +194,59 @@ def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _edges(n0, len_q, len_k, right, C: gl.constexpr):
-    """(end, high): query j sees key i of a consumer if i < end and i <= j + high."""
+def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
+    """(end, high, low): query j sees key i of a consumer if i < end and j + low <= i <= j + high."""
     start = n0 + C * HALF
-    return len_k - start, len_k - len_q - start + right
+    diagonal = len_k - len_q - start
+    return len_k - start, diagonal + right, diagonal - left
 
 
 @gluon.jit
-def _masked(s, m, edges, PLAN: gl.constexpr):
-    """The scores [keys, queries] of block m, -inf where the query does not see the key. No block is left out: a branch
-    costs registers. A place j among the queries is a constant but for bits 1 and 2, which are the thread's."""
+def _masked(s, row, edges, BEHIND: gl.constexpr, PLAN: gl.constexpr):
+    """The scores [keys, queries] of queries row.., -inf where the query does not see the key. BEHIND: of blocks that
+    only the edge to the left cuts. No block is left out: a branch costs registers. A place j among the queries is a
+    constant but for bits 1 and 2, which are the thread's."""
     if PLAN.RIGHT or not PLAN.EVEN_N:
-        end, high = edges
+        end, high, low = edges
         i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-        j = gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        seen = i < (HALF if PLAN.EVEN_N else end)
-        if PLAN.RIGHT:
-            seen = seen & (i - (m * PLAN.BLOCK_M + high) - (j & 6) <= (j & ~6))
+        j = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        if BEHIND:
+            seen = i - (row + low) - (j & 6) >= (j & ~6)
+        else:
+            seen = i < (HALF if PLAN.EVEN_N else end)
+            if PLAN.RIGHT:
+                seen = seen & (i - (row + high) - (j & 6) <= (j & ~6))
+            if PLAN.LEFT:
+                seen = seen & (i - (row + low) - (j & 6) >= (j & ~6))
         s = gl.where(seen, s, float("-inf"))
     return s
 
 
 @gluon.constexpr_function
-def _masks(kind, plan):
-    """Whether blocks in loop number `kind` may need a mask: not TWICE, there is one loop."""
-    return not plan.TWICE or (kind == 1) != plan.UP
+def _cuts(kind, plan):
+    """What cuts the blocks of loop number `kind`, of PLAN.LOOPS: "any" edge (there is one loop), the "right" one and,
+    in a narrow window, both, "none", or the "left" one alone. UP in this order, else the other way round."""
+    if plan.LOOPS == 1:
+        return "any"
+    return ("right", "none", "left")[kind if plan.UP else plan.LOOPS - 1 - kind]
+
+
+@gluon.jit
+def _visits(CUTS: gl.constexpr, span, ragged, PLAN: gl.constexpr):
+    """How many of a tile's blocks of queries are cut so."""
+    begin, whole_begin, whole_end, blocks = span
+    right = gl.minimum(whole_begin - begin, blocks)
+    if not PLAN.EVEN_N:  # of its keys the last do not exist
+        right = gl.where(ragged, blocks, right)
+    left = blocks * 0
+    if PLAN.LEFT:
+        left = gl.minimum(gl.maximum(begin + blocks - whole_end, 0), blocks - right)
+    if CUTS == "right":
+        return right
+    elif CUTS == "left":
+        return left
+    else:
+        return blocks - right - left
 
 
 @gluon.jit
@@ -260,16 +288,15 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
     m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
-    edges = _edges(n0, len_q, len_k, right, C)
+    edges = _edges(n0, len_q, len_k, left, right, C)
     ragged = edges[0] < HALF
-    rounds = sharing if PLAN.TWICE else 1
-    masked = gl.minimum(whole_begin - begin, blocks)  # TWICE: blocks that the mask cuts
-    for _round in range(rounds):
-        for kind in gl.static_range(2 if PLAN.TWICE else 1):
-            visits = blocks * sharing
-            if PLAN.TWICE:
-                visits = masked if _masks(kind, PLAN) else blocks - masked
+    LOOPS: gl.constexpr = PLAN.LOOPS
+    start = n
+    for _round in range(sharing if LOOPS > 1 else 1):
+        for kind in gl.static_range(LOOPS):
+            visits = _visits(_cuts(kind, PLAN), span, ragged, PLAN) if LOOPS > 1 else blocks * sharing
             for j in range(visits):
+                begun = n > start if LOOPS > 1 else j > 0  # and dQ of the block before is still to be multiplied
                 before = block
                 m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
                 i = slot(n, STAGES)
@@ -278,7 +305,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 q = q_s.index(i).slice(0, PART, dim=0)
                 s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 if LATE:  # in the first turn there is nothing to add yet
-                    if j > 0:
+                    if begun:
                         wait_full(ds_full, n - 1, 2)
                     dq = _dq_product(ds_s, n + 1, all_k, C, PLAN)
                 wait_full(do_full, n, STAGES)
@@ -290,15 +317,15 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                         s, dv = warpgroup_mma_wait(2, deps=(s, dv))
                     elif LATE:  # S, dQ, dP
                         s, dq = warpgroup_mma_wait(1, deps=(s, dq))
-                        if j > 0:
+                        if begun:
                             _add_dq(dq, DQ, before, first, n - 1, dq_s, bars, C, PLAN)
                     else:  # S, dP
                         s = warpgroup_mma_wait(1, deps=(s,))
                     bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
                     s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
-                    if PLAN.DENSE:
-                        if _masks(kind, PLAN):
-                            s = _masked(s, m, edges, PLAN)
+                    if PLAN.DENSE or LOOPS > 1:
+                        if _cuts(kind, PLAN) != "none":
+                            s = _masked(s, m * BLOCK_M + part * PART, edges, _cuts(kind, PLAN) == "left", PLAN)
                     elif LEFT or RIGHT or not PLAN.EVEN_N:
                         cut = ragged
                         if RIGHT:
@@ -332,7 +359,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                         ds *= slope
                     ds = ds.to(q.dtype)
                     if LATE and part == 0:
-                        if j == 0:  # dK and dV of the keys before have left it
+                        if not begun:  # dK and dV of the keys before have left it
                             tma.store_wait(0)
                     _keep_ds(ds, ds_s, n, part, C, PLAN)
                     ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)

@@ -274,10 +274,7 @@ def hopper_bwd(p: Problem) -> str | None:
         return "lacks registers to sum the gradient of a bias per key"
     if p.bias in ("key", "full") and p.softcap:
         return "lacks registers for a softcap beside a bias"
-    many = p.causal and p.seqlen_q > 2048  # where tiles walk upwards
-    if p.softcap and many and dim > 64 and not p.window:
-        return "is not proven with a softcap under a causal mask for more than 2048 queries beyond head_dim 64"
-    slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared or many  # or not timed, or not proven
+    slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared  # or not timed
     if p.bias == "full" and p.bias_dtype == torch.float32 and slow:
         return "has room for one tile of a float32 bias, and waits for each"
     if 128 * (2 * sms // 3 if wide else 3 * sms // 2) > _keys_of_all(p):
@@ -298,8 +295,6 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
         return why
     if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64:
         return "adds to dQ in order, which takes too long under windows of 256 keys and below"
-    if p.softcap and p.causal and not p.window:
-        return "is not proven in order with a softcap under a causal mask"
     if not (p.causal or p.window or _whole_heads(p)) and _keys_of_all(p) < 128 * (3 * p.device.sms // 2):
         return "adds to dQ in order, and without a mask has too few tiles of 128 keys for the GPU"
     return None
