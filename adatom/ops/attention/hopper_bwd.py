@@ -106,9 +106,9 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     bias, whose number is multiplied by bias_b, that of the head by bias_h, which are 0 along dimensions of size 1.
     DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
-    how many blocks of keys are through with it. Order: for packed sequences, which are one batch element here; then
-    n_heads is their number, and descriptors end with one. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the pieces of
-    dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have.
+    how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
+    is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
+    pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    FIRST, CLAIM, UP, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES,
