@@ -142,12 +142,17 @@ def test_hopper_beyond_head_dim_128():
     assert choose("attention_bwd", deep).backend == "hopper_deep"
     assert choose("attention_bwd", deep._replace(causal=True), "hopper").backend == "hopper_deep"
     assert choose("attention_bwd", deep, "deterministic").backend == "hopper_deep"
-    for other in ({"softcap": True}, {"bias": "full", "bias_dtype": torch.bfloat16}, {"varlen": True}, {"tma": False}):
+    for other in ({"softcap": True}, {"bias": "full", "bias_dtype": torch.bfloat16}, {"tma": False}):
         assert choose("attention_bwd", deep._replace(**other)).backend == "triton"
     assert choose("attention_bwd", deep._replace(batch=1, heads=1, kv_heads=1)).backend == "hopper_deep"
     few = deep._replace(batch=1, heads=1, kv_heads=1, seqlen_q=1024, seqlen_k=1024, least_length=1024)
     assert choose("attention_bwd", few).backend == "triton"
     assert choose("attention_bwd", few, "hopper").backend == "hopper_deep_any"
+    packed = deep._replace(varlen=True, batch=16, least_length=128)
+    assert choose("attention_bwd", packed).backend == "hopper_deep"
+    for small in ({"least_length": 64}, {"heads": 1, "kv_heads": 1, "seqlen_q": 1024, "seqlen_k": 1024}):
+        assert choose("attention_bwd", packed._replace(**small)).backend == "triton"
+        assert choose("attention_bwd", packed._replace(**small), "hopper").backend == "hopper_deep_any"
 
 
 @pytest.mark.parametrize(
