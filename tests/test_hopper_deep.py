@@ -233,7 +233,7 @@ class Machine:
             "END": END, "HEADER": 8,
             "as_box": lambda desc, tile: tile, "fence_async_shared": lambda: None,
             "named_sync": lambda number, threads: self.both.wait(10),
-            "visible": visible, "clear_rows": clear_rows,
+            "visible": visible, "clear_rows": clear_rows, "tanh_of_scores": torch.tanh,
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait,
             "mbarrier": SimpleNamespace(
                 expect=lambda bar, nbytes: bar.add(1, nbytes), arrive=lambda bar, count: bar.add(count, 0),
@@ -375,7 +375,7 @@ def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, t
     left, right = o.window_left, (0 if o.causal else o.window_right)
     lens = None if x.kv_lens is None else Lens(x.kv_lens.tolist())
     even = len_k % 64 == 0 and lens is None and not packed
-    plan, half = walk.Plan(hq, hv, left >= 0, right >= 0, even, lens is not None, packed), x.q.dtype
+    plan, half = walk.Plan(hq, hv, left >= 0, right >= 0, even, lens is not None, packed, o.softcap > 0), x.q.dtype
     rows, deltas = slots(torch.where(lse == -math.inf, math.inf, lse / math.log(2)), x, math.inf), slots(delta, x, 0.0)
     dq, dk, dv = (torch.full_like(t, math.nan) for t in x[:3])
     q, k, v, do, d_q, d_k, d_v = map(Packed if packed else Tensor4, (x.q, x.k, x.v, dout, dq, dk, dv))
@@ -399,7 +399,7 @@ def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, t
             machine,
             {
                 "producer": (q, k, v, do, *numbers, *given, plan),
-                "value_consumer": (d_v, *given, o.scale, plan),
+                "value_consumer": (d_v, *given, (o.scale, o.softcap), plan),
                 "key_consumer": (d_k, *given, o.scale, plan),
             },
         )
@@ -414,7 +414,7 @@ def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, t
         bars = (ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(stages, 1), ring(stages, 2))
         given = (orders[1], lens, tiles, bars, (heads, kv_heads, n_heads[1], 3, *options))
         consumers = {
-            f"query_consumer {c}": (d_q, Pointer(rows), Pointer(deltas), *given, o.scale, c, stages, plan)
+            f"query_consumer {c}": (d_q, Pointer(rows), Pointer(deltas), *given, (o.scale, o.softcap), c, stages, plan)
             for c in (0, 1)
         }
         play(machine, {"key_producer": (q, k, v, do, *given, stages, plan)} | consumers)
@@ -427,6 +427,7 @@ CASES = (
     ((136, 192), (150, 140), 3, {"window": (70, 20)}),
     ((256, 200), (70, 190), 1, {"kv_lens": [100, 0], "causal": True}),
     ((192, 72), (64, 64), 2, {}),
+    ((256, 256), (70, 140), 1, {"softcap": 0.5, "causal": True}),
 )
 
 
@@ -542,7 +543,7 @@ def test_what_fits_in_shared_memory():
         ((256, 64), {}, "head_dim"),
         ((264, 256), {}, "head_dim"),
         ((256, 256), {"bias": torch.zeros(1, 1, 1, 70, dtype=torch.bfloat16)}, "bias"),
-        ((256, 256), {"softcap": 3.0}, "softcap"),
+        ((256, 256), {"softcap": 3.0}, None),
         ((256, 256), {"packed": True}, None),
         ((256, 256), {"dtype": F32}, "float32"),
     ],

@@ -171,7 +171,7 @@ _PACKED: tuple[tuple[str, int, int, tuple[int, int], int, int, dict[str, Any]], 
     ("192 and 128 bottom right", 9, 8, (700, 901), 192, 128, {"causal": True, "sinks": True}),
     ("256 causal, deep", 7, 4, (1000, 1000), 256, 256, {"causal": True}),
     ("256 window", 9, 1, (777, 700), 256, 256, {"window": (200, 60)}),
-    ("136x72 window", 9, 8, (800, 800), 136, 72, {"window": (300, None), "causal": True}),
+    ("136x72 window", 9, 8, (800, 800), 136, 72, {"window": (300, None), "causal": True, "softcap": 5.0}),
     ("short 200x256", 99, 8, (150, 150), 200, 256, {"causal": True}),
 )
 _FEW: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
@@ -283,6 +283,7 @@ GPU: tuple[Case, ...] = (
     Case("deep 136x72", 3, 12, 4, 777, 901, 136, 72, F16, causal=True),
     Case("deep 200x160", 3, 12, 12, 777, 901, 200, 160, BF16),
     Case("deep 96x256", 3, 12, 4, 520, 901, 96, 256, BF16, causal=True),
+    Case("deep softcap", 3, 8, 4, 700, 900, 256, 256, BF16, softcap=5.0, window=(300, 9), magnitude=4.0),
     Case("deep, sums that overflow", 3, 8, 8, 500, 1000, 256, 192, BF16, magnitude=100.0, causal=True),
     # packed sequences, of which some are empty; of queries and keys in different ones
     *(

@@ -58,16 +58,16 @@ CONFIGS: dict[tuple[int, int], Config] = {
 
 @gluon.jit(do_not_specialize=NO_SPECIALIZE)
 def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Order, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left,
-                 right, scale, HQ: gl.constexpr, HV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                 EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr, EARLY: gl.constexpr,
-                 REGISTERS: gl.constexpr):
+                 right, scale, softcap, HQ: gl.constexpr, HV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                 EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
+                 EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 64 keys.
 
     Tensors come as descriptors, their tiles [64, 64]. Lse, Delta: float32, one number for each query, the queries of
     each (batch, head), of packed sequences each (head, sequence), rounded up to 64; Lse in log2 units, +inf where a
     query sees nothing or does not exist. Order: for packed sequences, the table of tiles; then n_heads is their number.
     """
-    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS, VARLEN)
+    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS, VARLEN, SOFTCAP)
     k_lo = make_halves(K, 1, LO)
     k_hi = make_halves(K, 1, HQ)
     v_lo = make_halves(V, 1, LO)
@@ -98,7 +98,7 @@ def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Order, Lens, heads, kv_heads
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     gl.warp_specialize([
-        (value_consumer, (DV, Order, Lens, tiles, bars, counts, scale, PLAN)),
+        (value_consumer, (DV, Order, Lens, tiles, bars, counts, (scale, softcap), PLAN)),
         (key_consumer, (DK, Order, Lens, tiles, bars, counts, scale, PLAN)),
         (producer, (Q, K, V, DOut, Lse, Delta, Order, Lens, tiles, bars, counts, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
@@ -133,12 +133,13 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse
     def scalars(n_heads: int, group: int) -> tuple[int | float, ...]:
         n_heads = call.batch if call.varlen else n_heads
         group = max(1, min(n_heads, group))
-        return call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, call.scale
+        sizes = (call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right)
+        return (*sizes, call.scale, o.softcap)
 
     meta = {
         "HQ": dim - LO.value, "HV": dim_v - LO.value, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
-        "EVEN_N": call.even(call.len_k, block), "LENS": x.kv_lens is not None, "VARLEN": call.varlen, "EARLY": True,
-        "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
+        "EVEN_N": call.even(call.len_k, block), "LENS": x.kv_lens is not None, "VARLEN": call.varlen,
+        "SOFTCAP": o.softcap > 0, "EARLY": True, "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     tiles = {name: (block, block) for name in ("Q", "K", "V", "DOut")}
     keys = Launch(

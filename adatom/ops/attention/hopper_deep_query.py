@@ -12,6 +12,7 @@ from adatom.ops.attention.hopper_deep_walk import (
     BLOCK,
     LO,
     SCORES,
+    exponents,
     has_tile,
     load_half,
     make_halves,
@@ -21,7 +22,6 @@ from adatom.ops.attention.hopper_deep_walk import (
 )
 from adatom.ops.attention.triton_call import NO_SPECIALIZE
 from adatom.tiles.hopper import (
-    LOG2E,
     clear_rows,
     fence_async_shared,
     gl,
@@ -142,13 +142,13 @@ def _product(lo, hi, other_lo, other_hi, H: gl.constexpr):
 
 
 @gluon.jit
-def _row_probabilities(s, n0, lse, queries, place, counts, scale, PLAN: gl.constexpr):
-    """P of the keys n0..."""
+def _row_probabilities(s, n0, lse, queries, place, counts, scales, PLAN: gl.constexpr):
+    """P of the keys n0.., of a softcap times its slope."""
     _, _, _, _, _, _, left, right = counts
     len_q, len_k, whole_begin, whole_end = place
     LEFT: gl.constexpr = PLAN.LEFT
     RIGHT: gl.constexpr = PLAN.RIGHT
-    s = s * (scale * LOG2E) - lse[:, None]
+    s, slope = exponents(s, lse[:, None], scales, PLAN)
     if LEFT or RIGHT or not PLAN.EVEN_N:
         cut = n0 + BLOCK > whole_end
         if LEFT:
@@ -157,7 +157,7 @@ def _row_probabilities(s, n0, lse, queries, place, counts, scale, PLAN: gl.const
             keys = n0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
             seen = visible(queries[:, None], keys[None, :], len_k - len_q, len_k, left, right, LEFT, RIGHT)
             s = gl.where(seen, s, float("-inf"))
-    return gl.exp2(s)
+    return gl.exp2(s) * slope if PLAN.SOFTCAP else gl.exp2(s)
 
 
 @gluon.jit
@@ -171,15 +171,15 @@ def _add_product(ds, dq_lo, dq_hi, k_lo, k_hi):
 
 
 @gluon.jit
-def query_consumer(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, C: gl.constexpr, V_STAGES: gl.constexpr,
+def query_consumer(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scales, C: gl.constexpr, V_STAGES: gl.constexpr,
                    PLAN: gl.constexpr):
     """dQ of 64 queries."""
     if has_tile(Order, PLAN):
-        _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, C, V_STAGES, PLAN)
+        _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scales, C, V_STAGES, PLAN)
 
 
 @gluon.jit
-def _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, C: gl.constexpr, V_STAGES: gl.constexpr,
+def _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scales, C: gl.constexpr, V_STAGES: gl.constexpr,
                 PLAN: gl.constexpr):
     _, _, _, _, _, _, left, right = counts
     q_lo, q_hi, do_lo, do_hi, k_lo, k_hi, v_lo, v_hi = tiles
@@ -217,7 +217,7 @@ def _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, C: gl.
     dp = _product(do_lo.index(C), do_hi.index(C), v_lo.index(0), v_hi.index(0), HV)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     release(v_empty, 0, V_STAGES)
-    p = _row_probabilities(s, n0, lse, queries, place, counts, scale, PLAN)
+    p = _row_probabilities(s, n0, lse, queries, place, counts, scales, PLAN)
     ds = (p * (dp - delta[:, None])).to(DQ.dtype)
     for n in range(blocks - 1):
         n0 -= BLOCK
@@ -227,7 +227,7 @@ def _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, C: gl.
         s = _product(q_lo.index(mine), q_hi.index(mine), k_lo.index(i), k_hi.index(i), HQ)
         dq_lo, dq_hi = _add_product(ds, dq_lo, dq_hi, k_lo.index(slot(n, K_STAGES)), k_hi.index(slot(n, K_STAGES)))
         s = warpgroup_mma_wait(2, deps=(s,))
-        p = _row_probabilities(s, n0, lse, queries, place, counts, scale, PLAN)
+        p = _row_probabilities(s, n0, lse, queries, place, counts, scales, PLAN)
         i = slot(n + 1, V_STAGES)
         wait_full(v_full, n + 1, V_STAGES)
         dp = _product(do_lo.index(mine), do_hi.index(mine), v_lo.index(i), v_hi.index(i), HV)
@@ -239,18 +239,18 @@ def _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, C: gl.
     i = slot(blocks - 1, K_STAGES)
     dq_lo, dq_hi = _add_product(ds, dq_lo, dq_hi, k_lo.index(i), k_hi.index(i))
     dq_lo, dq_hi = warpgroup_mma_wait(0, deps=(dq_lo, dq_hi))
-    store_half(DQ, dq_lo * scale, q_lo.index(C), b, h, m0, 0, LO)
-    store_half(DQ, dq_hi * scale, q_lo.index(C), b, h, m0, LO, HQ)
+    store_half(DQ, dq_lo * scales[0], q_lo.index(C), b, h, m0, 0, LO)
+    store_half(DQ, dq_hi * scales[0], q_lo.index(C), b, h, m0, LO, HQ)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NO_SPECIALIZE)
 def _query_kernel(Q, K, V, DOut, DQ, Rows, Delta, Order, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left,
-                  right, scale, HQ: gl.constexpr, HV: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr,
+                  right, scale, softcap, HQ: gl.constexpr, HV: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr,
                   RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
-                  EARLY: gl.constexpr, REGISTERS: gl.constexpr):
+                  SOFTCAP: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """dQ. Tensors come as descriptors, their tiles [64, 64]; Rows and Delta as in `_deep_kernel`, as pointers."""
-    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS, VARLEN)
+    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS, VARLEN, SOFTCAP)
     q_lo = make_halves(Q, 2, LO)
     q_hi = make_halves(Q, 2, HQ)
     do_lo = make_halves(DOut, 2, LO)
@@ -274,7 +274,7 @@ def _query_kernel(Q, K, V, DOut, DQ, Rows, Delta, Order, Lens, heads, kv_heads, 
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     gl.warp_specialize([
-        (query_consumer, (DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, 0, V_STAGES, PLAN)),
-        (query_consumer, (DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scale, 1, V_STAGES, PLAN)),
+        (query_consumer, (DQ, Rows, Delta, Order, Lens, tiles, bars, counts, (scale, softcap), 0, V_STAGES, PLAN)),
+        (query_consumer, (DQ, Rows, Delta, Order, Lens, tiles, bars, counts, (scale, softcap), 1, V_STAGES, PLAN)),
         (key_producer, (Q, K, V, DOut, Order, Lens, tiles, bars, counts, V_STAGES, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -7,7 +7,7 @@ or 128): lo and hi. In shared memory a half is made of pieces of 64 columns, whi
     S^T = K Q^T; P = exp(S - lse)                  dP^T = V dO^T
     dV += P^T dO                                   dS = P (dP - delta);  dK += dS^T Q
 
-P goes from one to the other through shared memory.
+P, of a softcap times its slope, goes from one to the other through shared memory.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from adatom.tiles.hopper import (
     mbarrier,
     release,
     slot,
+    tanh_of_scores,
     tma,
     visible,
     wait_empty,
@@ -53,6 +54,7 @@ class Plan:
     EVEN_N: bool  # all blocks of keys are whole
     LENS: bool
     VARLEN: bool  # packed sequences
+    SOFTCAP: bool
 
 
 @gluon.constexpr_function
@@ -224,14 +226,25 @@ def _begin_scores(tiles, n, block):
 
 
 @gluon.jit
-def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLAN: gl.constexpr):
-    """P^T of block m, rounded."""
+def exponents(s, lse, scales, PLAN: gl.constexpr):
+    """(scores less lse in log2 units, slope of the softcap) from S. scales: that of S, and the softcap."""
+    scale, softcap = scales
+    if PLAN.SOFTCAP:
+        t = tanh_of_scores(s * (scale / softcap))
+        return t * (softcap * LOG2E) - lse, 1.0 - t * t
+    else:
+        return s * (scale * LOG2E) - lse, 1.0
+
+
+@gluon.jit
+def _probabilities(s, n, m, place, lse_s, counts, scales, TYPE: gl.constexpr, PLAN: gl.constexpr):
+    """P^T of block m, and what K's consumer gets of it, rounded."""
     _, _, _, _, _, _, left, right = counts
     n0, len_q, len_k, whole_begin, whole_end = place
     LEFT: gl.constexpr = PLAN.LEFT
     RIGHT: gl.constexpr = PLAN.RIGHT
     lse = lse_s.index(slot(n, STAGES)).load(QUERIES)
-    s = s * (scale * LOG2E) - lse[None, :]
+    s, slope = exponents(s, lse[None, :], scales, PLAN)
     if LEFT or RIGHT or not PLAN.EVEN_N:
         cut = n0 + BLOCK > len_k
         if RIGHT:
@@ -243,11 +256,16 @@ def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLA
             queries = m * BLOCK + gl.arange(0, BLOCK, layout=QUERIES)
             seen = visible(queries[None, :], keys[:, None], len_k - len_q, len_k, left, right, LEFT, RIGHT)
             s = gl.where(seen, s, float("-inf"))
-    return gl.exp2(s).to(TYPE)
+    p = gl.exp2(s)
+    if PLAN.SOFTCAP:
+        return p.to(TYPE), (p * slope).to(TYPE)
+    else:
+        p = p.to(TYPE)
+        return p, p
 
 
 @gluon.jit
-def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale, PLAN: gl.constexpr,
+def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scales, PLAN: gl.constexpr,
                 LAST: gl.constexpr):
     """One block of queries: dV; then P^T of the next one, m, unless this is the last."""
     _, _, _, _, _, _, do_lo, do_hi, lse_s, _, p_s = tiles
@@ -270,23 +288,23 @@ def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale,
     release(lo_empty, n, STAGES)
     if not LAST:
         s = warpgroup_mma_wait(0, deps=(s,))
-        p = _probabilities(s, n + 1, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
+        p, given = _probabilities(s, n + 1, m, place, lse_s, counts, scales, p_s.dtype, PLAN)
         release(q_empty, n + 1, STAGES)
         wait_full(p_empty, n, 1)
-        p_s.store(p)
+        p_s.store(given)
         mbarrier.arrive(p_full.index(0), count=1)
     return p, dv_lo, dv_hi
 
 
 @gluon.jit
-def value_consumer(DV, Order, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+def value_consumer(DV, Order, Lens, tiles, bars, counts, scales, PLAN: gl.constexpr):
     """S^T, P^T and dV."""
     if has_tile(Order, PLAN):
-        _value_tile(DV, Order, Lens, tiles, bars, counts, scale, PLAN)
+        _value_tile(DV, Order, Lens, tiles, bars, counts, scales, PLAN)
 
 
 @gluon.jit
-def _value_tile(DV, Order, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+def _value_tile(DV, Order, Lens, tiles, bars, counts, scales, PLAN: gl.constexpr):
     heads, kv_heads, n_heads, group, _, _, left, right = counts
     k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s = tiles
     k_full, _, q_full, q_empty, _, _, _, _, p_full, _ = bars
@@ -306,15 +324,15 @@ def _value_tile(DV, Order, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr)
             clear_rows(k_hi.index(0), len_k - n0)
     wait_full(q_full, 0, STAGES)
     s = warpgroup_mma_wait(0, deps=(_begin_scores(tiles, m * 0, block),))
-    p = _probabilities(s, 0, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
+    p, given = _probabilities(s, 0, m, place, lse_s, counts, scales, p_s.dtype, PLAN)
     release(q_empty, 0, STAGES)
-    p_s.store(p)
+    p_s.store(given)
     mbarrier.arrive(p_full.index(0), count=1)
     last = blocks * sharing - 1
     for n in range(last):
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale, PLAN, False)
-    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block, place, tiles, bars, counts, scale, PLAN, True)
+        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scales, PLAN, False)
+    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block, place, tiles, bars, counts, scales, PLAN, True)
     store_half(DV, dv_lo, k_lo.index(0), b, hk, n0, 0, LO)  # nobody reads the keys any more
     if PLAN.HV > 0:
         store_half(DV, dv_hi, k_lo.index(0), b, hk, n0, LO, HV)

@@ -306,15 +306,13 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
 
 
 def hopper_deep_any(p: Problem) -> str | None:
-    """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias, no softcap."""
+    """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias."""
     if (why := _hopper(p)) is not None:
         return why
     dims = p.head_dim, p.head_dim_v
     if any(d % 8 for d in dims) or not 128 < max(dims) <= 256 or min(dims) <= 64:
         return f"takes head_dims above 64, one of them above 128, to 256, multiples of 8; got {dims[0]}, v's {dims[1]}"
-    if p.bias != "none" or p.softcap:
-        return "does not take a bias or a softcap"
-    return None
+    return "does not take a bias" if p.bias != "none" else None
 
 
 def hopper_deep(p: Problem) -> str | None:

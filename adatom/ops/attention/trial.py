@@ -304,6 +304,7 @@ COMPILE: tuple[Case, ...] = (
     Case("bf16 192x128 varlen", 2, 4, 2, 512, 512, 192, 128, BF16, varlen=True),
     Case("f16 256x192 varlen window", 2, 4, 2, 500, 512, 256, 192, F16, varlen=True, window=(64, 32), sinks=True),
     Case("bf16 192 causal", 2, 4, 2, 512, 512, 192, 192, BF16, causal=True),
+    Case("bf16 256 softcap causal", 2, 4, 2, 512, 512, 256, 256, BF16, softcap=50.0, causal=True),
     Case("bf16 128 softcap causal", 2, 4, 2, 512, 512, 128, 128, BF16, softcap=20.0, causal=True),
     Case("bf16 128 bias b11k causal", 2, 4, 2, 512, 512, 128, 128, BF16, bias="b11k", causal=True),
     Case("bf16 64 apart causal", 2, 4, 2, 512, 512, 64, 64, BF16, layout="apart", causal=True),
