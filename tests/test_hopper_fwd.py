@@ -33,7 +33,7 @@ class Box(Tensor4):
 
     def __init__(self, x: torch.Tensor, rows: int) -> None:
         super().__init__(x)
-        self.block_type = SimpleNamespace(nbytes=rows * x.shape[-1] * x.element_size())
+        self.block_type = SimpleNamespace(shape=[1, 1, rows, x.shape[-1]], nbytes=rows * x.shape[-1] * x.element_size())
 
 
 class Address:

@@ -69,7 +69,7 @@ class Box(Tensor4):
 
     def __init__(self, x: torch.Tensor, *shape: int) -> None:
         super().__init__(x)
-        self.block_type = SimpleNamespace(nbytes=math.prod(shape) * x.element_size())
+        self.block_type = SimpleNamespace(shape=[1, 1, *shape], nbytes=math.prod(shape) * x.element_size())
 
 
 class Pointer:

@@ -26,7 +26,8 @@ class Box(Tensor4):
 
     def __init__(self, x: torch.Tensor, shape: tuple[int, int]) -> None:
         super().__init__(x)
-        self.shape, self.block_type = shape, SimpleNamespace(nbytes=math.prod(shape) * x.element_size())
+        self.shape = shape
+        self.block_type = SimpleNamespace(shape=[1, 1, *shape], nbytes=math.prod(shape) * x.element_size())
 
 
 def run(x: Any, o: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -365,8 +365,8 @@ def _packed_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor of packed x (heads, tokens, dim) for boxes that end with a sequence (`box_at`).
 
     Its rows end at END, where a sequence is made to end by the place of its rows. Two dimensions more put the address
-    right again: at END of the first, whose stride is 2**34 less a row, it is 2**64 elements less END rows, and an
-    address has 64 bits. After triton/tools/ragged_tma.py.
+    right again: at END of the first, whose stride is 2**34 less a row, it is 2**64 elements less END rows, and
+    addresses have 64 bits. After triton/tools/ragged_tma.py.
     """
     heads, _, dim = x.shape
     step, row = (stride if n > 1 else 16 for n, stride in zip(x.shape[:2], x.stride()))
