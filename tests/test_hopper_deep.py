@@ -8,9 +8,13 @@ that TMA loads holds NaN until its barrier completes. A wait too few thus gives 
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections import defaultdict
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +36,7 @@ from adatom.tiles import hopper  # noqa: E402
 H100 = Device("cuda", 90, 132, 232448)
 PLAIN, SWIZZLED = "plain", "swizzled"
 F32 = torch.float32
+END = hopper.END.value
 
 
 class Register(torch.Tensor):
@@ -96,6 +101,22 @@ class Tensor4:
         """(the part that exists, where it lies in the box)."""
         sizes = [1] * (len(at) - len(like.shape)) + like.shape
         part = self.x[tuple(slice(a, a + n) for a, n in zip(at, sizes))]
+        return part, tuple(slice(0, n) for n in part.shape)
+
+
+class Packed(Tensor4):
+    """A descriptor of packed (tokens, heads, dim), as `hopper.box_at` asks it: rows end at END."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(x)
+        self.block_type = SimpleNamespace(shape=[1, 1, 1, 64, 64])
+
+    def box(self, at: tuple[int, ...], like: Shared) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        wraps, token, head, row, column = at
+        assert wraps == END and 0 <= token and 0 <= row
+        first, rows = token + row - END, max(0, min(like.shape[0], END - row))
+        assert not rows or 0 <= first <= len(self.x) - rows
+        part = self.x[first : first + rows, head, column : column + like.shape[1]][None, None, None]
         return part, tuple(slice(0, n) for n in part.shape)
 
 
@@ -209,9 +230,10 @@ class Machine:
         names: dict[str, Any] = {
             "gl": language, "LOG2E": 1 / math.log(2), "BLOCK": 64, "LO": 128, "BOTH": 8, "MATRIX": SWIZZLED,
             "SCORES": None, "QUERIES": None, "STAGES": 2, "BLOCK_N": 128, "ROWS": 128, "K_STAGES": 2, "ROW": None,
+            "END": END, "HEADER": 8,
             "as_box": lambda desc, tile: tile, "fence_async_shared": lambda: None,
             "named_sync": lambda number, threads: self.both.wait(10),
-            "visible": visible, "clear_rows": clear_rows,
+            "visible": visible, "clear_rows": clear_rows, "tanh_of_scores": torch.tanh,
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait,
             "mbarrier": SimpleNamespace(
                 expect=lambda bar, nbytes: bar.add(1, nbytes), arrive=lambda bar, count: bar.add(count, 0),
@@ -261,9 +283,21 @@ class Lens(list):
         return torch.tensor(self[i])
 
 
+class Table:
+    """A pointer into a table of tiles."""
+
+    def __init__(self, numbers: list[int], at: int = 0) -> None:
+        self.numbers, self.at = numbers, at
+
+    def __add__(self, i: int) -> Table:
+        return Table(self.numbers, self.at + i)
+
+
 def load(at: Any, mask: Any = None, other: float = 0) -> torch.Tensor:
     if torch.is_tensor(at):
         return at
+    if isinstance(at, Table):
+        return at.numbers[at.at]
     x, i = at
     return torch.where(mask, x[i.clamp(max=len(x) - 1)], other)
 
@@ -291,25 +325,63 @@ def play(machine: Machine, roles: dict[str, tuple[Any, ...]]) -> None:
         raise failed[0]
 
 
+def sequences(x) -> list[tuple[int, int, int, int]]:
+    """(first query token, first key token, queries, keys) of each packed sequence."""
+    q, k = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
+    return [(q[b], k[b], q[b + 1] - q[b], k[b + 1] - k[b]) for b in range(len(q) - 1)]
+
+
+def slots(values: torch.Tensor, x, fill: float) -> torch.Tensor:
+    """Numbers of queries, as lse lies, each head's, of packed sequences each sequence's, from a multiple of 64 on."""
+    if x.cu_seqlens_q is None:
+        padded = torch.full((*values.shape[:2], math.ceil(values.shape[2] / 64) * 64), fill)
+        padded[..., : values.shape[2]] = values
+        return padded.flatten()
+    cu = sequences(x)
+    padded = torch.full((values.shape[0], (values.shape[1] // 64 + len(cu)) * 64), fill)
+    for b, (q, _, n, _) in enumerate(cu):
+        padded[:, (q // 64 + b) * 64 :][:, :n] = values[:, q : q + n]
+    return padded.flatten()
+
+
+def table(x, block: int, keys: bool) -> Table:
+    """What `hopper_packed._table_kernel` writes, in another order."""
+    heads = (x.k if keys else x.q).shape[1]
+    lines = [
+        [row, *line, line[0] // 64 + b, h, 0]
+        for b, line in enumerate(sequences(x))
+        for h in range(heads)
+        for row in range(0, line[3 if keys else 2], block)
+    ]
+    random.Random(0).shuffle(lines)
+    return Table(sum(lines, [len(lines), 0, 0, 0, 0, 0, 0, 0]))
+
+
 def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV) of the kernels, their programs one after the other."""
-    batch, heads, len_q, dim = x.q.shape
-    kv_heads, len_k, dim_v = x.v.shape[1:]
+    packed = x.cu_seqlens_q is not None
+    if packed:
+        len_q, heads, dim = x.q.shape
+        len_k, kv_heads, dim_v = x.v.shape
+        orders = table(x, 64, True), table(x, 128, False)
+        batch, programs = len(sequences(x)), [order.numbers[0] + 1 for order in orders]  # the last ones have no tile
+        n_heads = batch, batch
+    else:
+        batch, heads, len_q, dim = x.q.shape
+        kv_heads, len_k, dim_v = x.v.shape[1:]
+        n_heads, orders = (batch * kv_heads, batch * heads), (None, None)
+        programs = [math.ceil(len_k / 64) * n_heads[0], math.ceil(len_q / 128) * n_heads[1]]
     hq, hv = (64 if dim <= 192 else 128), next(h for h in (0, 64, 128) if dim_v <= 128 + h)
     left, right = o.window_left, (0 if o.causal else o.window_right)
     lens = None if x.kv_lens is None else Lens(x.kv_lens.tolist())
-    even = len_k % 64 == 0 and lens is None
-    plan = walk.Plan(hq, hv, left >= 0, right >= 0, even, lens is not None)
-    n_m, half = math.ceil(len_q / 64), x.q.dtype
-    rows = torch.full((batch * heads, n_m * 64), math.inf)
-    rows[:, :len_q] = torch.where(lse == -math.inf, math.inf, lse / math.log(2)).flatten(0, 1)
-    deltas = torch.zeros(batch * heads, n_m * 64)
-    deltas[:, :len_q] = delta.flatten(0, 1)
+    even = len_k % 64 == 0 and lens is None and not packed
+    plan, half = walk.Plan(hq, hv, left >= 0, right >= 0, even, lens is not None, packed, o.softcap > 0), x.q.dtype
+    rows, deltas = slots(torch.where(lse == -math.inf, math.inf, lse / math.log(2)), x, math.inf), slots(delta, x, 0.0)
     dq, dk, dv = (torch.full_like(t, math.nan) for t in x[:3])
-    q, k, v, do, d_q, d_k, d_v = map(Tensor4, (x.q, x.k, x.v, dout, dq, dk, dv))
-    numbers = Tensor4(rows.view(-1)), Tensor4(deltas.view(-1))
+    q, k, v, do, d_q, d_k, d_v = map(Packed if packed else Tensor4, (x.q, x.k, x.v, dout, dq, dk, dv))
+    numbers = Tensor4(rows), Tensor4(deltas)
     options = (len_q, len_k, left, right)
-    for pid in range(math.ceil(len_k / 64) * batch * kv_heads):
+    for pid in range(programs[0]):
         machine = Machine(pid, seed)
         ring = machine.barriers
         tiles = (
@@ -322,16 +394,16 @@ def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, t
             ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2), ring(2, 1), ring(2, 2),
             ring(1, 1), ring(1, 1),
         )  # fmt: skip
-        counts = (heads, kv_heads, batch * kv_heads, 2, *options)
+        given = (orders[0], lens, tiles, bars, (heads, kv_heads, n_heads[0], 2, *options))
         play(
             machine,
             {
-                "producer": (q, k, v, do, *numbers, lens, tiles, bars, counts, plan),
-                "value_consumer": (d_v, lens, tiles, bars, counts, o.scale, plan),
-                "key_consumer": (d_k, lens, tiles, bars, counts, o.scale, plan),
+                "producer": (q, k, v, do, *numbers, *given, plan),
+                "value_consumer": (d_v, *given, (o.scale, o.softcap), plan),
+                "key_consumer": (d_k, *given, o.scale, plan),
             },
         )
-    for pid in range(math.ceil(len_q / 128) * batch * heads):
+    for pid in range(programs[1]):
         machine = Machine(pid, seed)
         ring = machine.barriers
         tiles = (
@@ -340,31 +412,12 @@ def run(x, o, dout, delta, lse, stages: int, seed: int) -> tuple[torch.Tensor, t
             shared(half, stages, 64, 128), shared(half, stages, 64, hv or 64),
         )  # fmt: skip
         bars = (ring(1, 1), ring(1, 1), ring(2, 1), ring(2, 2), ring(stages, 1), ring(stages, 2))
-        counts = (heads, kv_heads, batch * heads, 3, *options)
-        masks = (left >= 0, right >= 0)
-        pointers = (Pointer(rows.view(-1)), Pointer(deltas.view(-1)), lens)
-        play(
-            machine,
-            {"key_producer": (q, k, v, do, lens, tiles, bars, counts, hq, hv, stages, *masks, lens is not None)}
-            | {
-                f"query_consumer {c}": (
-                    d_q,
-                    *pointers,
-                    tiles,
-                    bars,
-                    counts,
-                    o.scale,
-                    c,
-                    hq,
-                    hv,
-                    stages,
-                    *masks,
-                    even,
-                    lens is not None,
-                )  # fmt: skip
-                for c in (0, 1)
-            },
-        )
+        given = (orders[1], lens, tiles, bars, (heads, kv_heads, n_heads[1], 3, *options))
+        consumers = {
+            f"query_consumer {c}": (d_q, Pointer(rows), Pointer(deltas), *given, (o.scale, o.softcap), c, stages, plan)
+            for c in (0, 1)
+        }
+        play(machine, {"key_producer": (q, k, v, do, *given, stages, plan)} | consumers)
     return dq, dk, dv
 
 
@@ -374,6 +427,7 @@ CASES = (
     ((136, 192), (150, 140), 3, {"window": (70, 20)}),
     ((256, 200), (70, 190), 1, {"kv_lens": [100, 0], "causal": True}),
     ((192, 72), (64, 64), 2, {}),
+    ((256, 256), (70, 140), 1, {"softcap": 0.5, "causal": True}),
 )
 
 
@@ -398,6 +452,79 @@ def test_roles(case):
             assert error < 0.01, (name, error)
 
 
+PACKED = (
+    ((256, 256), ((70, 70), (0, 0), (130, 130)), 1, {"causal": True}),
+    ((192, 128), ((1, 90), (64, 64), (40, 0), (129, 100)), 2, {}),
+    ((136, 192), ((0, 70), (128, 128), (100, 65)), 1, {"window": (30, 20)}),
+)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_roles_of_packed_sequences(case):
+    """One sequence is NaN, which no other gets to see."""
+    (dim, dim_v), lengths, sharing, options = case
+    torch.manual_seed(0)
+    ends = [torch.tensor([0, *some]).cumsum(0).int() for some in zip(*lengths)]
+    (n_q, n_k), heads = (int(end[-1]) for end in ends), 2 * sharing
+    q, dout = (torch.randn(n_q, heads, d).to(torch.bfloat16) for d in (dim, dim_v))
+    k, v = (torch.randn(n_k, 2, d).to(torch.bfloat16) for d in (dim, dim_v))
+    x, o, _ = inputs_of(q=q, k=k, v=v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], **options)
+    exact = x._replace(q=q.double(), k=k.double(), v=v.double())
+    out, lse = reference.forward(exact, o)
+    want = reference.backward(exact, o, out, lse, dout.double(), None, False)[:3]
+    delta = (out * dout.double()).sum(-1).T
+    last_q, last_k, *_ = sequences(x)[-1]
+    for spoilt in (False, True):
+        if spoilt:
+            for t, end in ((q, last_q), (dout, last_q), (k, last_k), (v, last_k)):
+                t[end:] = math.nan
+        parts = (last_q, last_k, last_k) if spoilt else (n_q, n_k, n_k)
+        for n, got, true in zip(parts, run(x, o, dout, delta, lse, 1 + spoilt, spoilt), want):
+            error = ((got[:n].double() - true[:n]).norm() / true[:n].norm()).item()
+            assert error < 0.01, error
+            assert not spoilt or got[n:].isnan().all()
+
+
+BEFORE = """
+import torch
+from test_hopper_deep import inputs_of, slots
+from adatom.device import Device
+from adatom.ops.attention import hopper_deep_ends as ends, triton_call
+from adatom.tiles import launch
+
+triton_call.facts = lambda device: Device("cpu", 0, 4, 232448)  # the interpreter's
+torch.manual_seed(0)
+for lengths in (None, (70, 0, 64, 1, 130), (0, 128), (5, 0)):
+    cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+    shape = (2, 3, 70, 72) if cu is None else (sum(lengths), 3, 72)
+    q, out, dout = (torch.randn(shape) for _ in range(3))
+    of = {} if cu is None else {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    x, o, _ = inputs_of(q=q, k=q, v=q, **of)
+    shape = shape[:3] if cu is None else (3, shape[0])
+    lse, dlse = torch.randn(shape), torch.randn(shape)
+    lse[..., ::3] = -float("inf")
+    go = ends.before(triton_call.Call(x, o), 64, out, dout, DLSE=True, PLAIN=True)
+    go.meta = {key: value for key, value in go.meta.items() if key != "launch_pdl"} | {"EARLY": False}
+    rows, delta = torch.full((2, go.programs * 64), float("nan")).unbind()
+    plain = torch.full_like(lse, float("nan"))
+    go(out, dout, lse, dlse, rows, delta, plain, cu)
+    want = (out * dout).sum(-1)
+    want = (want if cu is None else want.T) - dlse
+    torch.testing.assert_close(plain, want)
+    torch.testing.assert_close(delta, slots(want, x, 0.0))
+    log2 = torch.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    torch.testing.assert_close(rows, slots(log2, x, float("inf")))
+"""
+
+
+def test_the_kernel_ahead():
+    """Delta and lse of whole batches and of packed sequences, where `slots` has them."""
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests")))}
+    done = subprocess.run([sys.executable, "-c", BEFORE], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_fits_in_shared_memory():
     """Tiles of 64 rows of so many columns, and what is of one size."""
     for (dim, dim_v), config in deep.CONFIGS.items():
@@ -416,7 +543,8 @@ def test_what_fits_in_shared_memory():
         ((256, 64), {}, "head_dim"),
         ((264, 256), {}, "head_dim"),
         ((256, 256), {"bias": torch.zeros(1, 1, 1, 70, dtype=torch.bfloat16)}, "bias"),
-        ((256, 256), {"softcap": 3.0}, "softcap"),
+        ((256, 256), {"softcap": 3.0}, None),
+        ((256, 256), {"packed": True}, None),
         ((256, 256), {"dtype": F32}, "float32"),
     ],
     ids=str,
@@ -424,6 +552,9 @@ def test_what_fits_in_shared_memory():
 def test_what_it_takes(dims, options, word):
     dtype = options.pop("dtype", torch.bfloat16)
     q, k, v = (torch.zeros(1, 2, 70, d, dtype=dtype) for d in (dims[0], *dims))
+    if options.pop("packed", False):
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 70], dtype=torch.int32))
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=v, **options)
         why = limits.hopper_deep_any(problem(x, o))

@@ -139,12 +139,18 @@ def test_hopper_beyond_head_dim_128():
     assert choose("attention_bwd", deep).backend == "hopper_deep"
     assert choose("attention_bwd", deep._replace(causal=True), "hopper").backend == "hopper_deep"
     assert choose("attention_bwd", deep, "deterministic").backend == "hopper_deep"
-    for other in ({"softcap": True}, {"bias": "full", "bias_dtype": torch.bfloat16}, {"varlen": True}, {"tma": False}):
+    for other in ({"bias": "full", "bias_dtype": torch.bfloat16}, {"tma": False}):
         assert choose("attention_bwd", deep._replace(**other)).backend == "triton"
+    assert choose("attention_bwd", deep._replace(softcap=True)).backend == "hopper_deep"
     assert choose("attention_bwd", deep._replace(batch=1, heads=1, kv_heads=1)).backend == "hopper_deep"
     few = deep._replace(batch=1, heads=1, kv_heads=1, seqlen_q=1024, seqlen_k=1024, least_length=1024)
     assert choose("attention_bwd", few).backend == "triton"
     assert choose("attention_bwd", few, "hopper").backend == "hopper_deep_any"
+    packed = deep._replace(varlen=True, batch=16, least_length=128)
+    assert choose("attention_bwd", packed).backend == "hopper_deep"
+    for small in ({"least_length": 64}, {"heads": 1, "kv_heads": 1, "seqlen_q": 1024, "seqlen_k": 1024}):
+        assert choose("attention_bwd", packed._replace(**small)).backend == "triton"
+        assert choose("attention_bwd", packed._replace(**small), "hopper").backend == "hopper_deep_any"
 
 
 @pytest.mark.parametrize(
@@ -153,8 +159,8 @@ def test_hopper_beyond_head_dim_128():
         ({"device": MACHINES["sm_80"]}, "Hopper"),
         ({"device": MACHINES["sm_100"]}, "Hopper"),
         ({"dtype": torch.float32}, "float16 and bfloat16; got torch.float32"),
-        ({"head_dim": 136, "softcap": True}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
-        ({"head_dim_v": 192, "softcap": True}, "v's head_dim must be"),
+        ({"head_dim": 136, "bias": "query"}, "head_dim must be a multiple of 8 from 8 to 128; got 136"),
+        ({"head_dim_v": 192, "bias": "query"}, "v's head_dim must be"),
         ({"seqlen_k": 0}, "empty"),
         ({"bias": "full", "bias_dtype": torch.bfloat16, "bias_tma": False}, "a bias with contiguous keys"),
         ({"tma": False}, "multiples of 16 bytes"),
@@ -226,7 +232,7 @@ def biased(*shape: int, dtype: torch.dtype = torch.bfloat16):
 def test_hopper_takes_the_forward(problem):
     deep, dim = problem.head_dim == 192, problem.head_dim
     forward = "hopper_deep" if deep else "hopper"
-    backward = forward if deep or dim == 128 or problem.bias == "none" and dim < 128 else "triton"
+    backward = "hopper_deep" if dim > 128 else "hopper" if dim == 128 or problem.bias == "none" else "triton"
     assert chosen(problem) == every("triton") | {"fwd": forward, "bwd": backward}
     assert choose("attention_fwd", problem._replace(deterministic=True)).backend == forward
 

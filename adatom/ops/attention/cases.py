@@ -166,6 +166,13 @@ _PACKED: tuple[tuple[str, int, int, tuple[int, int], int, int, dict[str, Any]], 
     ("three consumers", 1, 2, (3300, 3300), 64, 40, {"causal": True}),
     ("few", 70, 2, (4, 1500), 128, 128, {"causal": True}),
     ("few, window", 33, 1, (3, 900), 64, 40, {"causal": True, "window": (500, None), "sinks": True}),
+    ("192", 9, 8, (1100, 900), 192, 192, {"sinks": True}),
+    ("192 and 128 causal", 9, 2, (900, 900), 192, 128, {"causal": True}),
+    ("192 and 128 bottom right", 9, 8, (700, 901), 192, 128, {"causal": True, "sinks": True}),
+    ("256 causal, deep", 7, 4, (1000, 1000), 256, 256, {"causal": True}),
+    ("256 window", 9, 1, (777, 700), 256, 256, {"window": (200, 60)}),
+    ("136x72 window", 9, 8, (800, 800), 136, 72, {"window": (300, None), "causal": True, "softcap": 5.0}),
+    ("short 200x256", 99, 8, (150, 150), 200, 256, {"causal": True}),
 )
 _FEW: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int, torch.dtype, dict[str, Any]], ...] = (
     ("plain", (3, 8, 8), (1, 1333), 64, BF16, {}),
@@ -276,6 +283,7 @@ GPU: tuple[Case, ...] = (
     Case("deep 136x72", 3, 12, 4, 777, 901, 136, 72, F16, causal=True),
     Case("deep 200x160", 3, 12, 12, 777, 901, 200, 160, BF16),
     Case("deep 96x256", 3, 12, 4, 520, 901, 96, 256, BF16, causal=True),
+    Case("deep softcap", 3, 8, 4, 700, 900, 256, 256, BF16, softcap=5.0, window=(300, 9), magnitude=4.0),
     Case("deep, sums that overflow", 3, 8, 8, 500, 1000, 256, 192, BF16, magnitude=100.0, causal=True),
     # packed sequences, of which some are empty; of queries and keys in different ones
     *(
@@ -499,7 +507,8 @@ BENCH: dict[str, tuple[Case, ...]] = {
     "varlen": tuple(
         _square(f"{n} sequences to {s} D{d}", n, 2048 // d, s, d, BF16, varlen=True, causal=True)
         for n, s, d in ((64, 1024, 64), (16, 4096, 128), (64, 1024, 128), (10, 8000, 64), (10, 8000, 128))
-    ),
+    )
+    + (Case("16 sequences to 4096 D192/128", 16, 16, 16, 4096, 4096, 192, 128, BF16, varlen=True, causal=True),),
     "long": (_square("D128 causal S131072", 1, 16, 131072, 128, BF16, causal=True),),
     "window": tuple(  # of 1024 keys; (batch, length, heads, dim) in memory, which can be looked at as packed
         _square(f"{name} D{d} S{s}", _TOKENS // s, 2048 // d, s, d, BF16, causal=causal, window=window, layout="bshd")

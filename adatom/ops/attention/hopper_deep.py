@@ -22,6 +22,7 @@ from adatom.ops.attention.hopper_deep_walk import (
     producer,
     value_consumer,
 )
+from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import NO_SPECIALIZE, Call, remembered, sink_grad
 from adatom.tiles import launch
@@ -32,6 +33,7 @@ from adatom.tiles.hopper import (
     gluon,
     let_next,
     make_barriers,
+    sequences,
     wait_for_previous,
 )
 
@@ -55,15 +57,17 @@ CONFIGS: dict[tuple[int, int], Config] = {
 
 
 @gluon.jit(do_not_specialize=NO_SPECIALIZE)
-def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left,
-                 right, scale, HQ: gl.constexpr, HV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                 EVEN_N: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
+def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Order, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left,
+                 right, scale, softcap, HQ: gl.constexpr, HV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                 EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
+                 EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 64 keys.
 
     Tensors come as descriptors, their tiles [64, 64]. Lse, Delta: float32, one number for each query, the queries of
-    each (batch, head) rounded up to 64; Lse in log2 units, +inf where a query sees nothing or does not exist.
+    each (batch, head), of packed sequences each (head, sequence), rounded up to 64; Lse in log2 units, +inf where a
+    query sees nothing or does not exist. Order: for packed sequences, the table of tiles; then n_heads is their number.
     """
-    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS)
+    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS, VARLEN, SOFTCAP)
     k_lo = make_halves(K, 1, LO)
     k_hi = make_halves(K, 1, HQ)
     v_lo = make_halves(V, 1, LO)
@@ -94,9 +98,9 @@ def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Lens, heads, kv_heads, n_hea
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     gl.warp_specialize([
-        (value_consumer, (DV, Lens, tiles, bars, counts, scale, PLAN)),
-        (key_consumer, (DK, Lens, tiles, bars, counts, scale, PLAN)),
-        (producer, (Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN)),
+        (value_consumer, (DV, Order, Lens, tiles, bars, counts, (scale, softcap), PLAN)),
+        (key_consumer, (DK, Order, Lens, tiles, bars, counts, scale, PLAN)),
+        (producer, (Q, K, V, DOut, Lse, Delta, Order, Lens, tiles, bars, counts, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -106,44 +110,58 @@ def _deep_kernel(Q, K, V, DOut, Lse, Delta, DK, DV, Lens, heads, kv_heads, n_hea
 class Launches(NamedTuple):
     """The launches of one backward: what follows from shapes and options."""
 
+    tables: tuple[launch.Launch, ...]  # of the tiles of packed sequences: of keys, of queries
     before: launch.Launch
     keys: Launch
     queries: Launch
+    lines: tuple[int, ...]  # numbers of those tables
     blocks: int  # of queries, of all heads
+    plain: bool  # delta is wanted as lse lies
 
 
 def _launches(x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> Launches:
     call = Call(x, o)
-    block = BLOCK.value
+    block, rows = BLOCK.value, ROWS.value
     dim = 192 if call.head_dim <= 192 else 256
     dim_v = next(d for d in (128, 192, 256) if call.head_dim_v <= d)
     config = CONFIGS[dim, dim_v]
     sharing = call.heads // max(call.kv_heads, 1)
     row_bytes = (dim + dim_v) * 2
+    # rows of the heads in flight: queries in the kernel of dK and dV, keys in that of dQ
+    together = _QUERIES_BYTES // (row_bytes * sharing), _KEYS_BYTES * sharing // row_bytes
 
     def scalars(n_heads: int, group: int) -> tuple[int | float, ...]:
+        n_heads = call.batch if call.varlen else n_heads
         group = max(1, min(n_heads, group))
-        return call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right, call.scale
+        sizes = (call.heads, call.kv_heads, n_heads, group, call.len_q, call.len_k, call.left, call.right)
+        return (*sizes, call.scale, o.softcap)
 
     meta = {
         "HQ": dim - LO.value, "HV": dim_v - LO.value, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
-        "EVEN_N": call.even(call.len_k, block), "LENS": x.kv_lens is not None, "EARLY": True,
-        "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
+        "EVEN_N": call.even(call.len_k, block), "LENS": x.kv_lens is not None, "VARLEN": call.varlen,
+        "SOFTCAP": o.softcap > 0, "EARLY": True, "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     tiles = {name: (block, block) for name in ("Q", "K", "V", "DOut")}
     keys = Launch(
         _deep_kernel, call.programs(call.len_k, block, kv=True),
-        scalars(call.batch * call.kv_heads, _QUERIES_BYTES // (row_bytes * sharing * call.len_q)), meta, config.spill,
+        scalars(call.batch * call.kv_heads, together[0] // call.len_q), meta, config.spill,
         tiles | {"Lse": (block,), "Delta": (block,), "DK": (block, block), "DV": (block, block)},
     )  # fmt: skip
     queries = Launch(
-        _query_kernel, call.programs(call.len_q, ROWS.value),
-        scalars(call.batch * call.heads, _KEYS_BYTES * sharing // (row_bytes * call.len_k)),
+        _query_kernel, call.programs(call.len_q, rows),
+        scalars(call.batch * call.heads, together[1] // call.len_k),
         meta | {"V_STAGES": config.v_stages}, config.spill, tiles | {"DQ": (block, block)},
     )  # fmt: skip
-    return Launches(
-        before(call, block, out, dout, dlse), keys, queries, -(-call.len_q // block) * call.heads * call.batch
-    )
+    tables, lines = (), ()
+    if call.varlen:
+        tables = (
+            table_launch(call, block, together[0], kv=True, block_q=block),
+            table_launch(call, rows, together[1], block_q=block),
+        )
+        lines = table_size(call, block, True), table_size(call, rows)
+    plain = call.varlen and x.sinks is not None
+    first = before(call, block, out, dout, DLSE=dlse, PLAIN=plain)
+    return Launches(tables, first, keys, queries, lines, first.programs, plain)
 
 
 def backward(
@@ -156,10 +174,17 @@ def backward(
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
     plan = remembered(x, "deep", lambda: _launches(x, o, out, dout, dlse is not None))
     rows, delta = empty((2, plan.blocks * BLOCK.value), lse).unbind()
-    plan.before(out, dout, lse, dlse, rows, delta)
-    plan.keys(x.q, x.k, x.v, dout, rows, delta, dk, dv, x.kv_lens)
-    plan.queries(x.q, x.k, x.v, dout, dq, rows, delta, x.kv_lens)
+    plain = empty_like(lse) if plan.plain else None
+    of_keys, of_queries = None, None
+    if plan.tables:
+        of_keys, of_queries = torch.empty(sum(plan.lines), dtype=torch.int32, device=lse.device).split(plan.lines)
+        for table, lines in zip(plan.tables, (of_keys, of_queries)):
+            table(lines, x.cu_seqlens_q, x.cu_seqlens_k)
+    plan.before(out, dout, lse, dlse, rows, delta, plain, x.cu_seqlens_q)
+    given = [sequences(t) for t in (x.q, x.k, x.v, dout)]
+    plan.keys(*given, rows, delta, sequences(dk), sequences(dv), of_keys, x.kv_lens)
+    plan.queries(*given, sequences(dq), rows, delta, of_queries, x.kv_lens)
     dsinks = None
     if x.sinks is not None:
-        dsinks = sink_grad(x, lse, delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]])
+        dsinks = sink_grad(x, lse, delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]] if plain is None else plain)
     return dq, dk, dv, None, dsinks

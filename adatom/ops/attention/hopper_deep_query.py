@@ -8,10 +8,20 @@ memory. Tiles come in halves of columns, as in hopper_deep_walk.py. Products of 
 exponentials of the next.
 """
 
-from adatom.ops.attention.hopper_deep_walk import BLOCK, LO, SCORES, load_half, make_halves, store_half
+from adatom.ops.attention.hopper_deep_walk import (
+    BLOCK,
+    LO,
+    SCORES,
+    exponents,
+    has_tile,
+    load_half,
+    make_halves,
+    make_plan,
+    packed_tile,
+    store_half,
+)
 from adatom.ops.attention.triton_call import NO_SPECIALIZE
 from adatom.tiles.hopper import (
-    LOG2E,
     clear_rows,
     fence_async_shared,
     gl,
@@ -40,47 +50,65 @@ ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 
 
 @gluon.jit
-def query_tile(Lens, counts, LENS: gl.constexpr, RIGHT: gl.constexpr):
-    """(batch, head, first query, keys) of a program. Heads go in groups whose keys lie in L2; under a causal mask the
-    last queries, which see the most keys, first."""
+def query_tile(Order, Lens, counts, PLAN: gl.constexpr):
+    """(batch of queries, of keys, head, first query, queries, keys, place of the head's first row in Rows and Delta) of
+    a program. Heads go in groups whose keys lie in L2; under a causal mask the last queries, which see the most keys,
+    first. Packed tiles are listed in Order; their batches are sequences, as `box_at` takes them."""
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = counts
-    t = gl.program_id(0)
-    n_blocks = (len_q + ROWS - 1) // ROWS
-    first = t // (group * n_blocks) * group
-    size = gl.minimum(group, n_heads - first)
-    r = t - first * n_blocks
-    block = r // size
-    bh = first + r - block * size
-    if RIGHT:
-        block = n_blocks - 1 - block
-    b = bh // heads
-    if LENS:
-        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
-    return b, bh - b * heads, block * ROWS, len_k
+    if PLAN.VARLEN:
+        of_queries, of_keys, h, m0, first, stride = packed_tile(Order, counts)
+        return of_queries, of_keys, h, m0, of_queries[1], of_keys[1], (first + h * stride) * BLOCK
+    else:
+        t = gl.program_id(0)
+        n_blocks = (len_q + ROWS - 1) // ROWS
+        first = t // (group * n_blocks) * group
+        size = gl.minimum(group, n_heads - first)
+        r = t - first * n_blocks
+        block = r // size
+        bh = first + r - block * size
+        if PLAN.RIGHT:
+            block = n_blocks - 1 - block
+        b = bh // heads
+        if PLAN.LENS:
+            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        return b, b, bh - b * heads, block * ROWS, len_q, len_k, bh * padded(len_q)
 
 
 @gluon.jit
-def keys_visited(m0, len_k, counts, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def padded(len_q):
+    """Rows that so many queries have in Rows and Delta."""
+    return (len_q + BLOCK - 1) // BLOCK * BLOCK
+
+
+@gluon.jit
+def keys_visited(m0, len_q, len_k, counts, PLAN: gl.constexpr):
     """(first key, blocks of keys) of queries m0..; at least one block."""
-    _, _, _, _, len_q, _, left, right = counts
-    begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, LEFT, RIGHT, ROWS, BLOCK)
+    _, _, _, _, _, _, left, right = counts
+    begin, end = keys_seen(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, ROWS, BLOCK)
     return begin, gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)
 
 
 @gluon.jit
-def key_producer(Q, K, V, DOut, Lens, tiles, bars, counts, HQ: gl.constexpr, HV: gl.constexpr, V_STAGES: gl.constexpr,
-                 LEFT: gl.constexpr, RIGHT: gl.constexpr, LENS: gl.constexpr):
+def key_producer(Q, K, V, DOut, Order, Lens, tiles, bars, counts, V_STAGES: gl.constexpr, PLAN: gl.constexpr):
     """Loads tiles for the consumers."""
+    if has_tile(Order, PLAN):
+        _feed_keys(Q, K, V, DOut, Order, Lens, tiles, bars, counts, V_STAGES, PLAN)
+
+
+@gluon.jit
+def _feed_keys(Q, K, V, DOut, Order, Lens, tiles, bars, counts, V_STAGES: gl.constexpr, PLAN: gl.constexpr):
     heads, kv_heads, _, _, _, _, _, _ = counts
+    HQ: gl.constexpr = PLAN.HQ
+    HV: gl.constexpr = PLAN.HV
     q_lo, q_hi, do_lo, do_hi, k_lo, k_hi, v_lo, v_hi = tiles
     q_full, do_full, k_full, k_empty, v_full, v_empty = bars
-    b, h, m0, len_k = query_tile(Lens, counts, LENS, RIGHT)
-    begin, blocks = keys_visited(m0, len_k, counts, LEFT, RIGHT)
+    bq, b, h, m0, len_q, len_k, _ = query_tile(Order, Lens, counts, PLAN)
+    begin, blocks = keys_visited(m0, len_q, len_k, counts, PLAN)
     hk = h // (heads // kv_heads)
     mbarrier.expect(q_full.index(0), ROWS * (LO + HQ) * 2)
     for c in gl.static_range(2):
-        load_half(Q, b, h, m0 + c * BLOCK, 0, q_full.index(0), q_lo.index(c), LO)
-        load_half(Q, b, h, m0 + c * BLOCK, LO, q_full.index(0), q_hi.index(c), HQ)
+        load_half(Q, bq, h, m0 + c * BLOCK, 0, q_full.index(0), q_lo.index(c), LO)
+        load_half(Q, bq, h, m0 + c * BLOCK, LO, q_full.index(0), q_hi.index(c), HQ)
     for n in range(blocks):
         n0 = begin + (blocks - 1 - n) * BLOCK
         i = slot(n, K_STAGES)
@@ -91,9 +119,9 @@ def key_producer(Q, K, V, DOut, Lens, tiles, bars, counts, HQ: gl.constexpr, HV:
         if n == 0:
             mbarrier.expect(do_full.index(0), ROWS * (LO + HV) * 2)
             for c in gl.static_range(2):
-                load_half(DOut, b, h, m0 + c * BLOCK, 0, do_full.index(0), do_lo.index(c), LO)
+                load_half(DOut, bq, h, m0 + c * BLOCK, 0, do_full.index(0), do_lo.index(c), LO)
                 if HV > 0:
-                    load_half(DOut, b, h, m0 + c * BLOCK, LO, do_full.index(0), do_hi.index(c), HV)
+                    load_half(DOut, bq, h, m0 + c * BLOCK, LO, do_full.index(0), do_hi.index(c), HV)
         i = slot(n, V_STAGES)
         wait_empty(v_empty, n, V_STAGES)
         mbarrier.expect(v_full.index(i), BLOCK * (LO + HV) * 2)
@@ -114,13 +142,14 @@ def _product(lo, hi, other_lo, other_hi, H: gl.constexpr):
 
 
 @gluon.jit
-def _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                       EVEN_N: gl.constexpr):
-    """P of the keys n0..."""
-    _, _, _, _, len_q, _, left, right = counts
-    len_k, whole_begin, whole_end = place
-    s = s * (scale * LOG2E) - lse[:, None]
-    if LEFT or RIGHT or not EVEN_N:
+def _row_probabilities(s, n0, lse, queries, place, counts, scales, PLAN: gl.constexpr):
+    """P of the keys n0.., of a softcap times its slope."""
+    _, _, _, _, _, _, left, right = counts
+    len_q, len_k, whole_begin, whole_end = place
+    LEFT: gl.constexpr = PLAN.LEFT
+    RIGHT: gl.constexpr = PLAN.RIGHT
+    s, slope = exponents(s, lse[:, None], scales, PLAN)
+    if LEFT or RIGHT or not PLAN.EVEN_N:
         cut = n0 + BLOCK > whole_end
         if LEFT:
             cut |= n0 < whole_begin
@@ -128,7 +157,7 @@ def _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT: gl.const
             keys = n0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
             seen = visible(queries[:, None], keys[None, :], len_k - len_q, len_k, left, right, LEFT, RIGHT)
             s = gl.where(seen, s, float("-inf"))
-    return gl.exp2(s)
+    return gl.exp2(s) * slope if PLAN.SOFTCAP else gl.exp2(s)
 
 
 @gluon.jit
@@ -142,29 +171,36 @@ def _add_product(ds, dq_lo, dq_hi, k_lo, k_hi):
 
 
 @gluon.jit
-def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.constexpr, HQ: gl.constexpr,
-                   HV: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                   EVEN_N: gl.constexpr, LENS: gl.constexpr):
+def query_consumer(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scales, C: gl.constexpr, V_STAGES: gl.constexpr,
+                   PLAN: gl.constexpr):
     """dQ of 64 queries."""
-    heads, _, _, _, len_q, _, left, right = counts
+    if has_tile(Order, PLAN):
+        _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scales, C, V_STAGES, PLAN)
+
+
+@gluon.jit
+def _query_tile(DQ, Rows, Delta, Order, Lens, tiles, bars, counts, scales, C: gl.constexpr, V_STAGES: gl.constexpr,
+                PLAN: gl.constexpr):
+    _, _, _, _, _, _, left, right = counts
     q_lo, q_hi, do_lo, do_hi, k_lo, k_hi, v_lo, v_hi = tiles
     q_full, do_full, k_full, k_empty, v_full, v_empty = bars
-    b, h, m0, len_k = query_tile(Lens, counts, LENS, RIGHT)
-    begin, blocks = keys_visited(m0, len_k, counts, LEFT, RIGHT)
+    HQ: gl.constexpr = PLAN.HQ
+    HV: gl.constexpr = PLAN.HV
+    b, _, h, m0, len_q, len_k, first = query_tile(Order, Lens, counts, PLAN)
+    begin, blocks = keys_visited(m0, len_q, len_k, counts, PLAN)
     m0 += C * BLOCK
-    whole_begin, whole_end = keys_shared(m0, len_k - len_q, len_k, left, right, LEFT, RIGHT, BLOCK)
-    place = (len_k, whole_begin, whole_end)
+    whole_begin, whole_end = keys_shared(m0, len_k - len_q, len_k, left, right, PLAN.LEFT, PLAN.RIGHT, BLOCK)
+    place = (len_q, len_k, whole_begin, whole_end)
     queries = m0 + gl.arange(0, BLOCK, layout=ROW)
-    padded = (len_q + BLOCK - 1) // BLOCK * BLOCK
-    at = (b * heads + h) * padded + queries  # below 2**31: no GPU holds the queries of more
-    lse = gl.load(Rows + at, mask=queries < padded, other=float("inf"))
-    delta = gl.load(Delta + at, mask=queries < padded, other=0.0)
+    at = first + queries  # below 2**31: no GPU holds the queries of more
+    lse = gl.load(Rows + at, mask=queries < padded(len_q), other=float("inf"))
+    delta = gl.load(Delta + at, mask=queries < padded(len_q), other=0.0)
     dq_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
     dq_hi = gl.zeros([BLOCK, HQ], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HQ, 16]))
     n0 = begin + (blocks - 1) * BLOCK
     wait_full(q_full, 0, 1)
     wait_full(k_full, 0, K_STAGES)
-    if LENS:  # keys and values beyond the last may be NaN, and both consumers read them
+    if PLAN.LENS:  # keys and values beyond the last may be NaN, and both consumers read them
         wait_full(v_full, 0, V_STAGES)
         if n0 + BLOCK > len_k:
             if C == 0:
@@ -181,7 +217,7 @@ def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.cons
     dp = _product(do_lo.index(C), do_hi.index(C), v_lo.index(0), v_hi.index(0), HV)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     release(v_empty, 0, V_STAGES)
-    p = _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT, RIGHT, EVEN_N)
+    p = _row_probabilities(s, n0, lse, queries, place, counts, scales, PLAN)
     ds = (p * (dp - delta[:, None])).to(DQ.dtype)
     for n in range(blocks - 1):
         n0 -= BLOCK
@@ -191,7 +227,7 @@ def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.cons
         s = _product(q_lo.index(mine), q_hi.index(mine), k_lo.index(i), k_hi.index(i), HQ)
         dq_lo, dq_hi = _add_product(ds, dq_lo, dq_hi, k_lo.index(slot(n, K_STAGES)), k_hi.index(slot(n, K_STAGES)))
         s = warpgroup_mma_wait(2, deps=(s,))
-        p = _row_probabilities(s, n0, lse, queries, place, counts, scale, LEFT, RIGHT, EVEN_N)
+        p = _row_probabilities(s, n0, lse, queries, place, counts, scales, PLAN)
         i = slot(n + 1, V_STAGES)
         wait_full(v_full, n + 1, V_STAGES)
         dp = _product(do_lo.index(mine), do_hi.index(mine), v_lo.index(i), v_hi.index(i), HV)
@@ -203,17 +239,18 @@ def query_consumer(DQ, Rows, Delta, Lens, tiles, bars, counts, scale, C: gl.cons
     i = slot(blocks - 1, K_STAGES)
     dq_lo, dq_hi = _add_product(ds, dq_lo, dq_hi, k_lo.index(i), k_hi.index(i))
     dq_lo, dq_hi = warpgroup_mma_wait(0, deps=(dq_lo, dq_hi))
-    store_half(DQ, dq_lo * scale, q_lo.index(C), b, h, m0, 0, LO)
-    store_half(DQ, dq_hi * scale, q_lo.index(C), b, h, m0, LO, HQ)
+    store_half(DQ, dq_lo * scales[0], q_lo.index(C), b, h, m0, 0, LO)
+    store_half(DQ, dq_hi * scales[0], q_lo.index(C), b, h, m0, LO, HQ)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NO_SPECIALIZE)
-def _query_kernel(Q, K, V, DOut, DQ, Rows, Delta, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left, right,
-                  scale, HQ: gl.constexpr, HV: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr,
-                  RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, EARLY: gl.constexpr,
-                  REGISTERS: gl.constexpr):
+def _query_kernel(Q, K, V, DOut, DQ, Rows, Delta, Order, Lens, heads, kv_heads, n_heads, group, len_q, len_k, left,
+                  right, scale, softcap, HQ: gl.constexpr, HV: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr,
+                  RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
+                  SOFTCAP: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr):
     """dQ. Tensors come as descriptors, their tiles [64, 64]; Rows and Delta as in `_deep_kernel`, as pointers."""
+    PLAN: gl.constexpr = make_plan(HQ, HV, LEFT, RIGHT, EVEN_N, LENS, VARLEN, SOFTCAP)
     q_lo = make_halves(Q, 2, LO)
     q_hi = make_halves(Q, 2, HQ)
     do_lo = make_halves(DOut, 2, LO)
@@ -237,9 +274,7 @@ def _query_kernel(Q, K, V, DOut, DQ, Rows, Delta, Lens, heads, kv_heads, n_heads
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, len_q, len_k, left, right)
     gl.warp_specialize([
-        (query_consumer, (DQ, Rows, Delta, Lens, tiles, bars, counts, scale, 0, HQ, HV, V_STAGES, LEFT, RIGHT, EVEN_N,
-                          LENS)),
-        (query_consumer, (DQ, Rows, Delta, Lens, tiles, bars, counts, scale, 1, HQ, HV, V_STAGES, LEFT, RIGHT, EVEN_N,
-                          LENS)),
-        (key_producer, (Q, K, V, DOut, Lens, tiles, bars, counts, HQ, HV, V_STAGES, LEFT, RIGHT, LENS)),
+        (query_consumer, (DQ, Rows, Delta, Order, Lens, tiles, bars, counts, (scale, softcap), 0, V_STAGES, PLAN)),
+        (query_consumer, (DQ, Rows, Delta, Order, Lens, tiles, bars, counts, (scale, softcap), 1, V_STAGES, PLAN)),
+        (key_producer, (Q, K, V, DOut, Order, Lens, tiles, bars, counts, V_STAGES, PLAN)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -7,16 +7,18 @@ or 128): lo and hi. In shared memory a half is made of pieces of 64 columns, whi
     S^T = K Q^T; P = exp(S - lse)                  dP^T = V dO^T
     dV += P^T dO                                   dS = P (dP - delta);  dK += dS^T Q
 
-P goes from one to the other through shared memory.
+P, of a softcap times its slope, goes from one to the other through shared memory.
 """
 
 from dataclasses import dataclass
 
 from adatom.ops.attention.hopper_bwd_feed import before_first, step
+from adatom.ops.attention.hopper_packed import HEADER
 from adatom.tiles.hopper import (
     LOG2E,
     as_box,
     blocks_of_queries,
+    box_at,
     clear_rows,
     fence_async_shared,
     gl,
@@ -24,6 +26,7 @@ from adatom.tiles.hopper import (
     mbarrier,
     release,
     slot,
+    tanh_of_scores,
     tma,
     visible,
     wait_empty,
@@ -42,7 +45,7 @@ STAGES = gl.constexpr(2)  # buffers of queries and of dO
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernel is compiled for."""
+    """What the kernels are compiled for."""
 
     HQ: int  # columns of the second half of q and k
     HV: int  # of v; 0: there is none
@@ -50,7 +53,8 @@ class Plan:
     RIGHT: bool
     EVEN_N: bool  # all blocks of keys are whole
     LENS: bool
-    VARLEN: bool = False
+    VARLEN: bool  # packed sequences
+    SOFTCAP: bool
 
 
 @gluon.constexpr_function
@@ -67,7 +71,7 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
     sees have one block, all of it masked."""
     begin, whole_begin, whole_end, end = blocks_of_queries(n0, len_k - len_q, len_q, left, right, PLAN.LEFT, PLAN.RIGHT,
                                                            BLOCK, BLOCK)
-    last = (len_q - 1) // BLOCK
+    last = (gl.maximum(len_q, 1) - 1) // BLOCK
     begin = gl.minimum(begin, last)
     if PLAN.LENS:
         begin = gl.where(n0 >= len_k, last, begin)
@@ -75,23 +79,48 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(Lens, counts, PLAN: gl.constexpr):
-    """(batch, head of keys, first key, keys, number of the first head's block 0 among all blocks of queries, blocks of
-    a head) of a program. Heads go in groups whose queries lie in L2; the first keys, the longest under a mask, first.
+def has_tile(Order, PLAN: gl.constexpr):
+    """Whether this program has a tile: of packed sequences there may be fewer than programs."""
+    if PLAN.VARLEN:
+        return gl.program_id(0) < gl.load(Order)
+    else:
+        return True
+
+
+@gluon.jit
+def packed_tile(Order, counts):
+    """The line of this program's tile: (sequence of its queries, of its keys, each as `box_at` takes it; head, first
+    row, number of the sequence's block 0 of the first head among all blocks of queries, blocks of a head)."""
+    n_sequences, len_q = counts[2], counts[4]
+    row = Order + (gl.program_id(0) + 1) * HEADER  # below 2**31: no GPU holds more lines
+    of_queries = gl.load(row + 1), gl.load(row + 3)
+    of_keys = gl.load(row + 2), gl.load(row + 4)
+    return of_queries, of_keys, gl.load(row + 6), gl.load(row), gl.load(row + 5), len_q // BLOCK + n_sequences
+
+
+@gluon.jit
+def tile_of(Order, Lens, counts, PLAN: gl.constexpr):
+    """(batch of queries, of keys, head of keys, first key, queries, keys, number of the first head's block 0 among all
+    blocks of queries, blocks of a head) of a program. Heads go in groups whose queries lie in L2; the first keys, the
+    longest under a mask, first. Packed tiles are listed in Order; their batches are sequences, as `box_at` takes them.
     """
     heads, kv_heads, n_heads, group, len_q, len_k, left, right = counts
-    t = gl.program_id(0)
-    n_blocks = (len_k + BLOCK - 1) // BLOCK
-    first = t // (group * n_blocks) * group
-    size = gl.minimum(group, n_heads - first)
-    r = t - first * n_blocks
-    block = r // size
-    bh = first + r - block * size
-    b = bh // kv_heads
-    stride = (len_q + BLOCK - 1) // BLOCK
-    if PLAN.LENS:
-        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
-    return b, bh - b * kv_heads, block * BLOCK, len_k, bh * (heads // kv_heads) * stride, stride
+    if PLAN.VARLEN:
+        of_queries, of_keys, hk, n0, first, stride = packed_tile(Order, counts)
+        return of_queries, of_keys, hk, n0, of_queries[1], of_keys[1], first + hk * (heads // kv_heads) * stride, stride
+    else:
+        t = gl.program_id(0)
+        n_blocks = (len_k + BLOCK - 1) // BLOCK
+        first = t // (group * n_blocks) * group
+        size = gl.minimum(group, n_heads - first)
+        r = t - first * n_blocks
+        block = r // size
+        bh = first + r - block * size
+        b = bh // kv_heads
+        stride = (len_q + BLOCK - 1) // BLOCK
+        if PLAN.LENS:
+            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        return b, b, bh - b * kv_heads, block * BLOCK, len_q, len_k, bh * (heads // kv_heads) * stride, stride
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -108,7 +137,7 @@ def load_half(desc, b, h, row, column, full, half, H: gl.constexpr):
     """Begin to copy columns column.. of rows row.. to a half."""
     pieces = half.reinterpret(desc.dtype, [H // BLOCK, BLOCK, BLOCK], MATRIX)
     for c in gl.static_range(H // BLOCK):
-        tma.async_load(desc, [b, h, row, column + c * BLOCK], full, as_box(desc, pieces.index(c)))
+        tma.async_load(desc, box_at(desc, b, h, row, column + c * BLOCK), full, as_box(desc, pieces.index(c)))
 
 
 @gluon.jit
@@ -122,7 +151,7 @@ def store_half(X, x, tile, b, h, row, column, H: gl.constexpr):
         pieces.index(0).store(x.to(X.dtype))
     fence_async_shared()
     for c in gl.static_range(H // BLOCK):
-        tma.async_store(X, [b, h, row, column + c * BLOCK], as_box(X, pieces.index(c)))
+        tma.async_store(X, box_at(X, b, h, row, column + c * BLOCK), as_box(X, pieces.index(c)))
 
 
 @gluon.jit
@@ -137,15 +166,21 @@ def _only(half, block):
 
 
 @gluon.jit
-def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.constexpr):
+def producer(Q, K, V, DOut, Lse, Delta, Order, Lens, tiles, bars, counts, PLAN: gl.constexpr):
     """Loads tiles for the consumers."""
-    heads, kv_heads, n_heads, group, len_q, _, left, right = counts
+    if has_tile(Order, PLAN):
+        _feed_queries(Q, K, V, DOut, Lse, Delta, Order, Lens, tiles, bars, counts, PLAN)
+
+
+@gluon.jit
+def _feed_queries(Q, K, V, DOut, Lse, Delta, Order, Lens, tiles, bars, counts, PLAN: gl.constexpr):
+    heads, kv_heads, n_heads, group, _, _, left, right = counts
     k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, do_lo, do_hi, lse_s, delta_s, _ = tiles
     k_full, v_full, q_full, q_empty, lo_full, lo_empty, hi_full, hi_empty, _, _ = bars
     HQ: gl.constexpr = PLAN.HQ
     HV: gl.constexpr = PLAN.HV
     sharing = heads // kv_heads
-    b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
+    bq, b, hk, n0, len_q, len_k, first, stride = tile_of(Order, Lens, counts, PLAN)
     begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
     mbarrier.expect(k_full.index(0), BLOCK * (LO + HQ) * 2)
     load_half(K, b, hk, n0, 0, k_full.index(0), k_lo.index(0), LO)
@@ -157,8 +192,8 @@ def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.cons
         i = slot(n, STAGES)
         wait_empty(q_empty, n, STAGES)
         mbarrier.expect(q_full.index(i), BLOCK * (LO + HQ) * 2 + 2 * BLOCK * 4)
-        load_half(Q, b, h, row, 0, q_full.index(i), q_lo.index(i), LO)
-        load_half(Q, b, h, row, LO, q_full.index(i), q_hi.index(i), HQ)
+        load_half(Q, bq, h, row, 0, q_full.index(i), q_lo.index(i), LO)
+        load_half(Q, bq, h, row, LO, q_full.index(i), q_hi.index(i), HQ)
         tma.async_load(Lse, [block * BLOCK], q_full.index(i), lse_s.index(i))
         tma.async_load(Delta, [block * BLOCK], q_full.index(i), delta_s.index(i))
         if n == 0:
@@ -169,12 +204,12 @@ def producer(Q, K, V, DOut, Lse, Delta, Lens, tiles, bars, counts, PLAN: gl.cons
         i = slot(n, STAGES)
         wait_empty(lo_empty, n, STAGES)
         mbarrier.expect(lo_full.index(i), BLOCK * LO * 2)
-        load_half(DOut, b, h, row, 0, lo_full.index(i), do_lo.index(i), LO)
+        load_half(DOut, bq, h, row, 0, lo_full.index(i), do_lo.index(i), LO)
         if HV > 0:
             i = slot(n, STAGES)
             wait_empty(hi_empty, n, STAGES)
             mbarrier.expect(hi_full.index(i), BLOCK * HV * 2)
-            load_half(DOut, b, h, row, LO, hi_full.index(i), do_hi.index(i), HV)
+            load_half(DOut, bq, h, row, LO, hi_full.index(i), do_hi.index(i), HV)
 
 
 # -- consumer of dV ----------------------------------------------------------------------------------------------------
@@ -191,14 +226,25 @@ def _begin_scores(tiles, n, block):
 
 
 @gluon.jit
-def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLAN: gl.constexpr):
-    """P^T of block m, rounded."""
-    _, _, _, _, len_q, _, left, right = counts
-    n0, len_k, whole_begin, whole_end = place
+def exponents(s, lse, scales, PLAN: gl.constexpr):
+    """(scores less lse in log2 units, slope of the softcap) from S. scales: that of S, and the softcap."""
+    scale, softcap = scales
+    if PLAN.SOFTCAP:
+        t = tanh_of_scores(s * (scale / softcap))
+        return t * (softcap * LOG2E) - lse, 1.0 - t * t
+    else:
+        return s * (scale * LOG2E) - lse, 1.0
+
+
+@gluon.jit
+def _probabilities(s, n, m, place, lse_s, counts, scales, TYPE: gl.constexpr, PLAN: gl.constexpr):
+    """P^T of block m, and what K's consumer gets of it, rounded."""
+    _, _, _, _, _, _, left, right = counts
+    n0, len_q, len_k, whole_begin, whole_end = place
     LEFT: gl.constexpr = PLAN.LEFT
     RIGHT: gl.constexpr = PLAN.RIGHT
     lse = lse_s.index(slot(n, STAGES)).load(QUERIES)
-    s = s * (scale * LOG2E) - lse[None, :]
+    s, slope = exponents(s, lse[None, :], scales, PLAN)
     if LEFT or RIGHT or not PLAN.EVEN_N:
         cut = n0 + BLOCK > len_k
         if RIGHT:
@@ -210,11 +256,16 @@ def _probabilities(s, n, m, place, lse_s, counts, scale, TYPE: gl.constexpr, PLA
             queries = m * BLOCK + gl.arange(0, BLOCK, layout=QUERIES)
             seen = visible(queries[None, :], keys[:, None], len_k - len_q, len_k, left, right, LEFT, RIGHT)
             s = gl.where(seen, s, float("-inf"))
-    return gl.exp2(s).to(TYPE)
+    p = gl.exp2(s)
+    if PLAN.SOFTCAP:
+        return p.to(TYPE), (p * slope).to(TYPE)
+    else:
+        p = p.to(TYPE)
+        return p, p
 
 
 @gluon.jit
-def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale, PLAN: gl.constexpr,
+def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scales, PLAN: gl.constexpr,
                 LAST: gl.constexpr):
     """One block of queries: dV; then P^T of the next one, m, unless this is the last."""
     _, _, _, _, _, _, do_lo, do_hi, lse_s, _, p_s = tiles
@@ -237,25 +288,31 @@ def _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale,
     release(lo_empty, n, STAGES)
     if not LAST:
         s = warpgroup_mma_wait(0, deps=(s,))
-        p = _probabilities(s, n + 1, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
+        p, given = _probabilities(s, n + 1, m, place, lse_s, counts, scales, p_s.dtype, PLAN)
         release(q_empty, n + 1, STAGES)
         wait_full(p_empty, n, 1)
-        p_s.store(p)
+        p_s.store(given)
         mbarrier.arrive(p_full.index(0), count=1)
     return p, dv_lo, dv_hi
 
 
 @gluon.jit
-def value_consumer(DV, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+def value_consumer(DV, Order, Lens, tiles, bars, counts, scales, PLAN: gl.constexpr):
     """S^T, P^T and dV."""
-    heads, kv_heads, n_heads, group, len_q, _, left, right = counts
+    if has_tile(Order, PLAN):
+        _value_tile(DV, Order, Lens, tiles, bars, counts, scales, PLAN)
+
+
+@gluon.jit
+def _value_tile(DV, Order, Lens, tiles, bars, counts, scales, PLAN: gl.constexpr):
+    heads, kv_heads, n_heads, group, _, _, left, right = counts
     k_lo, k_hi, _, _, _, _, _, _, lse_s, _, p_s = tiles
     k_full, _, q_full, q_empty, _, _, _, _, p_full, _ = bars
     HV: gl.constexpr = PLAN.HV if PLAN.HV > 0 else BLOCK
     sharing = heads // kv_heads
-    b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
+    _, b, hk, n0, len_q, len_k, first, stride = tile_of(Order, Lens, counts, PLAN)
     begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-    place = (n0, len_k, whole_begin, whole_end)
+    place = (n0, len_q, len_k, whole_begin, whole_end)
     dv_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
     dv_hi = gl.zeros([BLOCK, HV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16]))
     m, h, block = before_first(hk, first, begin, sharing, stride)
@@ -267,15 +324,15 @@ def value_consumer(DV, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
             clear_rows(k_hi.index(0), len_k - n0)
     wait_full(q_full, 0, STAGES)
     s = warpgroup_mma_wait(0, deps=(_begin_scores(tiles, m * 0, block),))
-    p = _probabilities(s, 0, m, place, lse_s, counts, scale, p_s.dtype, PLAN)
+    p, given = _probabilities(s, 0, m, place, lse_s, counts, scales, p_s.dtype, PLAN)
     release(q_empty, 0, STAGES)
-    p_s.store(p)
+    p_s.store(given)
     mbarrier.arrive(p_full.index(0), count=1)
     last = blocks * sharing - 1
     for n in range(last):
         m, h, block = step(m, h, block, begin, blocks, stride, PLAN)
-        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scale, PLAN, False)
-    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block, place, tiles, bars, counts, scale, PLAN, True)
+        p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, n, m, block, place, tiles, bars, counts, scales, PLAN, False)
+    p, dv_lo, dv_hi = _value_step(p, dv_lo, dv_hi, last, m, block, place, tiles, bars, counts, scales, PLAN, True)
     store_half(DV, dv_lo, k_lo.index(0), b, hk, n0, 0, LO)  # nobody reads the keys any more
     if PLAN.HV > 0:
         store_half(DV, dv_hi, k_lo.index(0), b, hk, n0, LO, HV)
@@ -341,14 +398,20 @@ def _key_step(dp, dk_lo, dk_hi, n, block, tiles, bars, PLAN: gl.constexpr, LAST:
 
 
 @gluon.jit
-def key_consumer(DK, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+def key_consumer(DK, Order, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
     """dP^T, dS^T and dK."""
-    heads, kv_heads, n_heads, group, len_q, _, left, right = counts
+    if has_tile(Order, PLAN):
+        _key_tile(DK, Order, Lens, tiles, bars, counts, scale, PLAN)
+
+
+@gluon.jit
+def _key_tile(DK, Order, Lens, tiles, bars, counts, scale, PLAN: gl.constexpr):
+    heads, kv_heads, n_heads, group, _, _, left, right = counts
     _, _, v_lo, v_hi, _, _, _, _, _, _, _ = tiles
     _, v_full, _, _, _, _, _, _, _, _ = bars
     HQ: gl.constexpr = PLAN.HQ
     sharing = heads // kv_heads
-    b, hk, n0, len_k, first, stride = tile_of(Lens, counts, PLAN)
+    _, b, hk, n0, len_q, len_k, first, stride = tile_of(Order, Lens, counts, PLAN)
     begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
     dk_lo = gl.zeros([BLOCK, LO], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16]))
     dk_hi = gl.zeros([BLOCK, HQ], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HQ, 16]))

@@ -301,21 +301,22 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
 
 
 def hopper_deep_any(p: Problem) -> str | None:
-    """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias, no softcap."""
+    """The Gluon backward for head_dim 136 to 256: sm_90, 16-bit floats, what TMA can read; no bias."""
     if (why := _hopper(p)) is not None:
         return why
     dims = p.head_dim, p.head_dim_v
     if any(d % 8 for d in dims) or not 128 < max(dims) <= 256 or min(dims) <= 64:
         return f"takes head_dims above 64, one of them above 128, to 256, multiples of 8; got {dims[0]}, v's {dims[1]}"
-    if p.bias != "none" or p.softcap or p.varlen:
-        return "does not take a bias, a softcap or packed sequences"
-    return None
+    return "does not take a bias" if p.bias != "none" else None
 
 
 def hopper_deep(p: Problem) -> str | None:
     """The Gluon backward for head_dim 136 to 256 where it was timed (docs/hopper.md)."""
     if (why := hopper_deep_any(p)) is not None:
         return why
-    if min(p.batch * p.kv_heads * p.seqlen_k, p.batch * p.heads * p.seqlen_q) < 2048:
+    batch = 1 if p.varlen else p.batch
+    if min(batch * p.kv_heads * p.seqlen_k, batch * p.heads * p.seqlen_q) < 2048:
         return "has fewer than 32 tiles of 64 keys or 16 of 128 queries, too few for the GPU"
+    if p.varlen and p.least_length < 128:
+        return "computes tiles of 64 keys and 128 queries, too many for packed sequences of fewer than 128 on average"
     return None

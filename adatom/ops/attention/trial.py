@@ -160,10 +160,8 @@ class Trial:
             return self.x, self.o
         if out is None or lse is None:
             true = self.truth("attention_fwd")
-            out, lse = (
-                true["out"].to(self.x.q.dtype),
-                true["lse"].to(torch.promote_types(self.x.q.dtype, torch.float32)),
-            )
+            out = true["out"].to(self.x.q.dtype)
+            lse = true["lse"].to(torch.promote_types(self.x.q.dtype, torch.float32))
         if op == "attention_bwd":
             return self.x, self.o, out, lse, self.dout, self.dlse, self.bias_grad
         if op == "attention_bwd_bwd":
@@ -229,16 +227,7 @@ def _float64(values: Iterable[Any]) -> Iterator[Any]:
 # -- which cases stand for what ----------------------------------------------------------------------------------------
 
 
-OWN = (
-    "precision",
-    "bias",
-    "causal",
-    "window",
-    "softcap",
-    "sinks",
-    "kv_lens",
-    "varlen",
-)  # options of `own`
+OWN = ("precision", "bias", "causal", "window", "softcap", "sinks", "kv_lens", "varlen")  # options of `own`
 
 
 def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
@@ -272,14 +261,9 @@ def shrunk(case: Case, on_gpu: bool) -> tuple[Case, ...]:
     longer lengths than a CPU's, and some kernels leave small problems and odd rows of a bias to others."""
     seqlen, group = 300 if on_gpu else 40, case.heads // case.kv_heads
     kv_heads = min(case.kv_heads, 2)
-    small = case._replace(
-        name="small",
-        batch=min(case.batch, 4 if case.varlen else 2),
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        seqlen_q=min(case.seqlen_q, seqlen),
-        seqlen_k=min(case.seqlen_k, seqlen + 37),
-    )
+    batch = min(case.batch, 4 if case.varlen else 2)
+    small = case._replace(name="small", batch=batch, heads=group * kv_heads, kv_heads=kv_heads)
+    small = small._replace(seqlen_q=min(case.seqlen_q, seqlen), seqlen_k=min(case.seqlen_k, seqlen + 37))
     return (small,) if case.varlen else (small, small._replace(batch=32, seqlen_k=min(case.seqlen_k, 336)))
 
 
@@ -316,7 +300,11 @@ COMPILE: tuple[Case, ...] = (
         for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
     ),
     *(Case(f"bf16 {d} varlen, other keys", 2, 4, 2, 500, 512, d, d, BF16, varlen=True, causal=True) for d in (64, 128)),
+    *(Case(f"bf16 {d}x{d} varlen causal", 2, 4, 2, 512, 512, d, d, BF16, varlen=True, causal=True) for d in (192, 256)),
+    Case("bf16 192x128 varlen", 2, 4, 2, 512, 512, 192, 128, BF16, varlen=True),
+    Case("f16 256x192 varlen window", 2, 4, 2, 500, 512, 256, 192, F16, varlen=True, window=(64, 32), sinks=True),
     Case("bf16 192 causal", 2, 4, 2, 512, 512, 192, 192, BF16, causal=True),
+    Case("bf16 256 softcap causal", 2, 4, 2, 512, 512, 256, 256, BF16, softcap=50.0, causal=True),
     Case("bf16 128 softcap causal", 2, 4, 2, 512, 512, 128, 128, BF16, softcap=20.0, causal=True),
     Case("bf16 128 bias b11k causal", 2, 4, 2, 512, 512, 128, 128, BF16, bias="b11k", causal=True),
     Case("bf16 64 apart causal", 2, 4, 2, 512, 512, 64, 64, BF16, layout="apart", causal=True),
