@@ -146,9 +146,9 @@ def test_hopper_beyond_head_dim_128():
     few = deep._replace(batch=1, heads=1, kv_heads=1, seqlen_q=1024, seqlen_k=1024, least_length=1024)
     assert choose("attention_bwd", few).backend == "triton"
     assert choose("attention_bwd", few, "hopper").backend == "hopper_deep_any"
-    packed = deep._replace(varlen=True, batch=16, least_length=128)
+    packed = deep._replace(varlen=True, batch=16, least_length=32)
     assert choose("attention_bwd", packed).backend == "hopper_deep"
-    for small in ({"least_length": 64}, {"heads": 1, "kv_heads": 1, "seqlen_q": 1024, "seqlen_k": 1024}):
+    for small in ({"least_length": 16}, {"heads": 1, "kv_heads": 1, "seqlen_q": 1024, "seqlen_k": 1024}):
         assert choose("attention_bwd", packed._replace(**small)).backend == "triton"
         assert choose("attention_bwd", packed._replace(**small), "hopper").backend == "hopper_deep_any"
 

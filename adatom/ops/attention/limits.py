@@ -317,6 +317,6 @@ def hopper_deep(p: Problem) -> str | None:
     batch = 1 if p.varlen else p.batch
     if min(batch * p.kv_heads * p.seqlen_k, batch * p.heads * p.seqlen_q) < 2048:
         return "has fewer than 32 tiles of 64 keys or 16 of 128 queries, too few for the GPU"
-    if p.varlen and p.least_length < 128:
-        return "computes tiles of 64 keys and 128 queries, too many for packed sequences of fewer than 128 on average"
+    if p.varlen and p.least_length < 32:
+        return "computes tiles of 64 keys and 128 queries, too many for packed sequences of fewer than 32 on average"
     return None
