@@ -480,14 +480,14 @@ def test_masks_without_a_branch(lengths, left, right, block):
         key = torch.arange(64)[:, None] + n0 + c * 64
         at = torch.arange(block) + row + len_k - len_q
         of = edges(n0, len_q, len_k, left, right, c)
-        got = masked(scores, row, of, False, plan)
+        got = masked(scores, row, of, "any", plan)
         if right < 0 and plan.EVEN_N:
             assert got is scores
             continue
         wanted = (key < len_k) & ((key <= at + right) | (right < 0)) & ((key >= at - left) | (left < 0))
         assert torch.equal(got.expand(64, block), wanted)
         if left >= 0 and bool((key <= at + right).all()) and n0 + 128 <= len_k:
-            assert torch.equal(masked(scores, row, of, True, plan).expand(64, block), wanted)
+            assert torch.equal(masked(scores, row, of, "left", plan).expand(64, block), wanted)
 
 
 @pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}])

@@ -97,6 +97,28 @@ def test_which_way_a_plan_goes():
         assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
 
 
+def test_loops_and_walks_of_packed_and_ragged_problems():
+    """Under a causal mask two loops; windows three, with a softcap one; upwards at head_dim 128 whoever visits."""
+    cu = torch.tensor([0, 700, 1500], dtype=torch.int32, device="meta")
+    lens = torch.empty(2, dtype=torch.int32, device="meta")
+    for dim, how, ordered, softcap in itertools.product(
+        (64, 128), ("packed", "lens", "more"), (False, True), (None, 3.0)
+    ):
+        for options in ({"causal": True}, {"window": (300, 0)}, {"window": (300, None)}):
+            shape = (1500, 4, dim) if how == "packed" else (2, 4, 750 if how == "more" else 700, dim)
+            q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            k = q[:, :, :700] if how == "more" else q
+            given = {"packed": {"cu_seqlens_q": cu, "cu_seqlens_k": cu}, "lens": {"kv_lens": lens}}.get(how, {})
+            with pretend(H100):
+                x, o, _ = inputs_of(q=q, k=k, v=k, softcap=softcap, **given, **options)
+                main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
+            plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
+            window = options.get("window")
+            assert plan.LOOPS == (2 if window is None else 3 if window[1] == 0 and softcap is None else 1)
+            assert plan.UP == (window is None and dim == 128 and not ordered)
+            assert plan.CLAIM != plan.ORDERED and plan.ADDER and plan.FIRST
+
+
 @pytest.mark.parametrize("shape", CAUSAL)
 def test_sums_by_descending_keys(shape):
     """Where a plan says so, tiles come by descending keys, and who adds first to a block of queries has no keys behind

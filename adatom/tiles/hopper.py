@@ -3,7 +3,7 @@
 A kernel is one producer warp, which only issues TMA copies, and consumer warpgroups, which multiply. They meet at rings
 of barriers: use number n of a ring of STAGES buffers lies in slot n % STAGES; `full` barriers say that it has arrived,
 `empty` ones that all consumers have read what was there before. Tensors are (batch, heads, length, dim); a tile is the
-box [1, 1, rows, dim] of one, zero outside it, and a matrix [rows, dim] in shared memory.
+box [1, 1, rows, dim] of one, zero outside it (of packed ones: `box_at`), and a matrix [rows, dim] in shared memory.
 """
 
 from __future__ import annotations

@@ -325,6 +325,10 @@ GPU: tuple[Case, ...] = (
     Case("heads split 128", 2, 16, 1, 1100, 1300, 128, 128, BF16, causal=True, layout="bshd"),
     Case("heads split 64", 3, 10, 2, 700, 600, 64, 48, F16, causal=True, sinks=True, kv_lens=True),
     Case("heads split, packed", 4, 8, 1, 900, 900, 128, 128, BF16, varlen=True, causal=True),
+    # where tiles of the Hopper backward walk upwards over blocks of queries that nobody may visit
+    Case("upwards, kv_lens", 3, 4, 4, 900, 1000, 128, 128, BF16, causal=True, kv_lens=True),
+    Case("upwards, kv_lens, bias", 3, 4, 4, 900, 1000, 128, 128, BF16, causal=True, kv_lens=True, bias="bhqk"),
+    Case("upwards, more queries", 2, 4, 4, 900, 500, 96, 128, F16, causal=True, sinks=True),
     # so many tiles that programs of that forward have several
     Case("counted tiles causal", 5, 8, 8, 2048, 2048, 128, 128, BF16, causal=True),
     Case("counted tiles", 5, 8, 2, 2100, 2048, 128, 128, BF16),

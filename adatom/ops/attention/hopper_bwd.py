@@ -254,7 +254,7 @@ class Way(NamedTuple):
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
 
 
-def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool) -> Way:
+def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, softcap: bool) -> Way:
     """What was fastest (docs/hopper.md). Nobody waits for the keys before but where tiles are taken by number: a
     program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
     causal, plain = call.right >= 0 and call.left < 0, call.x.bias is None
@@ -264,7 +264,7 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
     loops = 1
     if plain and masked and not inside:
         if call.right >= 0 and call.left >= 0:
-            loops = 3
+            loops = 1 if softcap else 3  # three would spill
         elif causal and (dim <= 64 or not call.even(call.len_k, BLOCK_N.value)):
             loops = 2
     if ordered:
@@ -274,8 +274,8 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
         return Way(tiles, in_turn=True, cut=True)
     if tiles == "static":
         first = first and (plain or call.meta["BIAS"] == FULL.value)
-    up = first and causal and dim > 32 and (long or dim > 64 and call.heads == call.kv_heads)
-    up = up and (dim > 64 or not look)
+    wide = dim > 64
+    up = first and causal and dim > 32 and (wide or not look) and (long or wide and call.heads == call.kv_heads)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
 
@@ -295,7 +295,7 @@ def _launches(
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
     ordered = ordered and not inside
-    way = _way(call, dim, config.tiles, ordered, inside > 0, lens)
+    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, o.softcap > 0)
     turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
@@ -347,7 +347,7 @@ def _launches(
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
-            "ADDER": turns or call.varlen, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
+            "ADDER": turns, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
             "IN_TURN": way.in_turn, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True, "ONCE": way.tiles == "one",
             "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,

@@ -202,15 +202,15 @@ def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
 
 
 @gluon.jit
-def _masked(s, row, edges, BEHIND: gl.constexpr, PLAN: gl.constexpr):
-    """The scores [keys, queries] of queries row.., -inf where the query does not see the key. BEHIND: of blocks that
-    only the edge to the left cuts. No block is left out: a branch costs registers. A place j among the queries is a
-    constant but for bits 1 and 2, which are the thread's."""
-    if PLAN.RIGHT or not PLAN.EVEN_N:
+def _masked(s, row, edges, CUTS: gl.constexpr, PLAN: gl.constexpr):
+    """The scores [keys, queries] of queries row.., -inf where the query does not see the key, by what CUTS the blocks of
+    the loop. None of them is left out: a branch costs registers. A place j among the queries is a constant but for bits
+    1 and 2, which are the thread's."""
+    if CUTS != "none" and (PLAN.RIGHT or not PLAN.EVEN_N):
         end, high, low = edges
         i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
         j = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        if BEHIND:
+        if CUTS == "left":
             seen = i - (row + low) - (j & 6) >= (j & ~6)
         else:
             seen = i < (HALF if PLAN.EVEN_N else end)
@@ -225,7 +225,8 @@ def _masked(s, row, edges, BEHIND: gl.constexpr, PLAN: gl.constexpr):
 @gluon.constexpr_function
 def _cuts(kind, plan):
     """What cuts the blocks of loop number `kind`, of PLAN.LOOPS: "any" edge (there is one loop), the "right" one and,
-    in a narrow window, both, "none", or the "left" one alone. UP in this order, else the other way round."""
+    in a narrow window, both, "none", or the "left" one alone. UP in this order, else the other way round. Of keys the
+    last of which do not exist all blocks count as cut by the "right" one."""
     if plan.LOOPS == 1:
         return "any"
     return ("right", "none", "left")[kind if plan.UP else plan.LOOPS - 1 - kind]
@@ -324,8 +325,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                     bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
                     s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
                     if PLAN.DENSE or LOOPS > 1:
-                        if _cuts(kind, PLAN) != "none":
-                            s = _masked(s, m * BLOCK_M + part * PART, edges, _cuts(kind, PLAN) == "left", PLAN)
+                        s = _masked(s, m * BLOCK_M + part * PART, edges, _cuts(kind, PLAN), PLAN)
                     elif LEFT or RIGHT or not PLAN.EVEN_N:
                         cut = ragged
                         if RIGHT:

@@ -282,6 +282,13 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("varlen causal", {"varlen": True, "causal": True}),
 )
 
+_LOOPS: tuple[tuple[str, int, dict[str, Any]], ...] = (  # in which Hopper's backward visits blocks of queries
+    ("varlen upwards", 512, {"varlen": True, "causal": True}),
+    ("softcap causal long", 4100, {"softcap": 20.0, "causal": True}),
+    ("kv_lens window", 512, {"kv_lens": True, "window": (64, 32)}),
+    ("varlen window softcap", 512, {"varlen": True, "window": (64, 32), "softcap": 20.0}),
+)
+
 COMPILE: tuple[Case, ...] = (
     *(
         Case(f"{kind_of(*kind)} {d} {'causal' if causal else 'full'}", 1, 4, 4, 512, 512, d, d, *kind, causal=causal)
@@ -300,6 +307,11 @@ COMPILE: tuple[Case, ...] = (
         for d, dv in ((40, 40), (192, 128), (40, 24), (192, 16))
     ),
     *(Case(f"bf16 {d} varlen, other keys", 2, 4, 2, 500, 512, d, d, BF16, varlen=True, causal=True) for d in (64, 128)),
+    *(
+        Case(f"bf16 {d} {name}", 2, 4, 4, n, n, d, d, BF16, **options)
+        for d in (32, 64, 128)
+        for name, n, options in _LOOPS
+    ),
     *(Case(f"bf16 {d}x{d} varlen causal", 2, 4, 2, 512, 512, d, d, BF16, varlen=True, causal=True) for d in (192, 256)),
     Case("bf16 192x128 varlen", 2, 4, 2, 512, 512, 192, 128, BF16, varlen=True),
     Case("f16 256x192 varlen window", 2, 4, 2, 500, 512, 256, 192, F16, varlen=True, window=(64, 32), sinks=True),
