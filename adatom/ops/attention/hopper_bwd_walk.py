@@ -203,9 +203,9 @@ def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
 
 @gluon.jit
 def _masked(s, row, edges, CUTS: gl.constexpr, PLAN: gl.constexpr):
-    """The scores [keys, queries] of queries row.., -inf where the query does not see the key, by what CUTS the blocks of
-    the loop. None of them is left out: a branch costs registers. A place j among the queries is a constant but for bits
-    1 and 2, which are the thread's."""
+    """The scores [keys, queries] of queries row.., -inf where the query does not see the key, by what CUTS the loop's
+    blocks. None of them is left out: a branch costs registers. A place j among the queries is a constant but for bits 1
+    and 2, which are the thread's."""
     if CUTS != "none" and (PLAN.RIGHT or not PLAN.EVEN_N):
         end, high, low = edges
         i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
