@@ -1,8 +1,8 @@
 """What was proven where: the hash of each kernel's code, and the records that `adatom verify --record` writes.
 
-The hash covers the syntax tree of the kernel's file and of the device code it imports, without docstrings: comments and
-formatting do not count, a changed tile size does. Nothing is imported to compute it, so no GPU, torch or Triton is
-needed.
+The hash covers the syntax tree of the kernel's file and of the device code it imports, of `tiles` the definitions that
+it uses, without docstrings: comments and formatting do not count, a changed tile size does. Nothing is imported to
+compute it, so no GPU, torch or Triton is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,43 +48,104 @@ def _canonical(node: Any) -> Any:
     return [_canonical(item) for item in node] if isinstance(node, list) else repr(node)
 
 
-def digest(source: str) -> str:
-    """sha256 of Python source, blind to comments, formatting and docstrings."""
-    return hashlib.sha256(json.dumps(_canonical(ast.parse(source))).encode()).hexdigest()
+def digest(source: str | list[ast.stmt], more: Any = ()) -> str:
+    """sha256 of Python source, blind to comments, formatting and docstrings; and of what there is more."""
+    tree = ast.parse(source) if isinstance(source, str) else ast.Module(source, [])
+    return hashlib.sha256(json.dumps([_canonical(tree), *more]).encode()).hexdigest()
 
 
-def _imports(source: str) -> list[str]:
-    """Names of the modules, or of what may be modules, that the source imports absolutely."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return names
+def _bound(node: ast.stmt) -> list[str]:
+    """The names that a statement of a module binds, if it does nothing else; [] for one that may have other effects."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [t.id for t in targets if isinstance(t, ast.Name)] if all(isinstance(t, ast.Name) for t in targets) else []
 
 
-def files(target: str, package: Path = PACKAGE) -> list[Path]:
-    """The kernel file of `module:function`, and the device code of the package it imports, directly or not."""
-    todo = [package / "ops" / (target.split(":")[0].replace(".", "/") + ".py")]
-    found: list[Path] = []
+class _Module:
+    """A file of the package: its statements, and what its names stand for."""
+
+    def __init__(self, source: str, package: Path) -> None:
+        self.body = ast.parse(source).body
+        self.known: dict[str, list[int]] = {}  # numbers of the statements that bind a name
+        self.imported: dict[str, tuple[str, str]] = {}  # (module, name in it, or "" for all of it)
+        for i, node in enumerate(self.body):
+            for name in _bound(node):
+                self.known.setdefault(name, []).append(i)
+        for part in ast.walk(ast.Module(self.body, [])):
+            if isinstance(part, ast.Import):
+                self.imported |= {a.asname or a.name.split(".")[0]: (a.name, "") for a in part.names}
+            elif isinstance(part, ast.ImportFrom) and part.module:
+                for a in part.names:
+                    whole = _file(f"{part.module}.{a.name}", package) is not None
+                    found = (f"{part.module}.{a.name}", "") if whole else (part.module, a.name)
+                    self.imported[a.asname or a.name] = found
+
+    def part(self, names: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        """The statements that make the names, or might do more than bind one; and the imported names that these use."""
+        todo, taken, used = set(names), set[int](), set[str]()
+        for i, node in enumerate(self.body):
+            if not _bound(node) and not isinstance(node, (ast.Import, ast.ImportFrom)):
+                taken.add(i)
+                todo |= _names(node)
+        done = set[str]()
+        while todo:
+            name = todo.pop()
+            done.add(name)
+            if name in self.imported:
+                used.add(name)
+            for i in self.known.get(name, ()):
+                taken.add(i)
+                todo |= _names(self.body[i]) - done
+        return [self.body[i] for i in sorted(taken)], used
+
+
+@lru_cache(maxsize=256)
+def _module(source: str, package: Path) -> _Module:
+    return _Module(source, package)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _file(name: str, package: Path) -> Path | None:
+    """The file of device code that a module of that name is, if it is one."""
+    top, *parts = name.split(".")
+    file = package.joinpath(*parts).with_suffix(".py")
+    device = parts[:1] == ["tiles"] or parts and parts[-1].startswith(_DEVICE)
+    return file if top == package.name and device and file.is_file() else None
+
+
+def code(target: str, package: Path = PACKAGE) -> dict[Path, str]:
+    """Digests of the device code behind `module:function`: the kernel's file and what it imports, directly or not;
+    of files in `tiles` what is used of them."""
+    wanted: dict[Path, set[str] | None] = {}  # None: all
+    todo: list[tuple[Path, str]] = [(package / "ops" / (target.split(":")[0].replace(".", "/") + ".py"), "")]
+    found: dict[Path, str] = {}
     while todo:
-        path = todo.pop()
-        if path in found:
+        path, name = todo.pop()
+        before = wanted.get(path, set())
+        if before is None or name in before:
             continue
-        found.append(path)
-        for name in _imports(path.read_text()):
-            top, *parts = name.split(".")
-            file = package.joinpath(*parts).with_suffix(".py")
-            device = parts[:1] == ["tiles"] or parts and parts[-1].startswith(_DEVICE)
-            if top == package.name and device and file.is_file():
-                todo.append(file)
-    return sorted(found)
+        of = _module(path.read_text(), package)
+        if not name or path.parent != package / "tiles":
+            wanted[path], used = None, set(of.imported)
+            found[path] = digest(of.body)
+        else:
+            wanted[path] = names = before | {name}
+            body, used = of.part(names)
+            found[path] = digest(body, [[one, *of.imported[one]] for one in sorted(used)])
+        for one in used:
+            module, inside = of.imported[one]
+            if (file := _file(module, package)) is not None:
+                todo.append((file, inside))
+    return {path: found[path] for path in sorted(found)}
 
 
 def code_hash(target: str, package: Path = PACKAGE) -> str:
     """The hash of the code behind a row's `module:function`."""
-    parts = [f"{path.relative_to(package).as_posix()} {digest(path.read_text())}" for path in files(target, package)]
+    parts = [f"{path.relative_to(package).as_posix()} {found}" for path, found in code(target, package).items()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

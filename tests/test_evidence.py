@@ -20,6 +20,27 @@ def forward(x):
     return step(x, None)
 '''
 
+SOFTMAX = """
+from adatom.tiles.scores import masked as hidden
+from adatom.tiles.other import unused
+import torch
+
+SCALE = 1
+OTHER = 2
+
+def step(x):
+    return inner(x) * SCALE
+
+def inner(x):
+    return hidden(x)
+
+def more(x):
+    return unused(x)
+
+if OTHER:
+    torch.patched = True
+"""
+
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
@@ -29,9 +50,10 @@ def package(tmp_path: Path) -> Path:
     (root / "ops" / "op" / "triton_fwd.py").write_text(KERNEL)
     (root / "ops" / "op" / "triton_call.py").write_text("from adatom.tiles import launch\n")
     (root / "ops" / "op" / "problem.py").write_text("Inputs = 1\n")
-    (root / "tiles" / "softmax.py").write_text("step = 1\n")
+    (root / "tiles" / "softmax.py").write_text(SOFTMAX)
     (root / "tiles" / "launch.py").write_text("launch = 1\n")
-    (root / "tiles" / "other.py").write_text("other = 1\n")
+    (root / "tiles" / "other.py").write_text("unused = 1\n")
+    (root / "tiles" / "scores.py").write_text("masked = 1\nrest = 1\n")
     return root
 
 
@@ -61,18 +83,28 @@ def test_hash_is_blind_to_what_does_not_run(package, text):
         ("ops/op/triton_fwd.py", KERNEL.replace("step(x, None)", "step(x, 0)")),
         ("ops/op/triton_fwd.py", KERNEL.replace("(128, 64)", "(128, 128)")),
         ("ops/op/triton_fwd.py", KERNEL.replace("(x)", "(y)", 1)),
-        ("tiles/softmax.py", "step = 2\n"),
+        ("tiles/softmax.py", SOFTMAX.replace("inner(x) *", "inner(x) +")),
+        ("tiles/softmax.py", SOFTMAX.replace("SCALE = 1", "SCALE = 3")),
+        ("tiles/softmax.py", SOFTMAX.replace("return hidden(x)", "return hidden(x, 1)")),
+        ("tiles/softmax.py", SOFTMAX.replace("OTHER = 2", "OTHER = 0")),
+        ("tiles/softmax.py", SOFTMAX.replace("patched = True", "patched = False")),
+        ("tiles/softmax.py", SOFTMAX + "\nSCALE += 1\n"),
+        ("tiles/softmax.py", SOFTMAX + "\ndef step(x):\n    return x\n"),
+        ("tiles/softmax.py", SOFTMAX.replace("import masked as", "import rest as")),
+        ("tiles/scores.py", "masked = 2\nrest = 1\n"),
         ("ops/op/triton_call.py", "from adatom.tiles import launch\nflag = True\n"),
         ("tiles/launch.py", "launch = 2\n"),
     ],
-    ids=["constant", "tile size", "argument", "tiles", "launcher", "tiles of the launcher"],
 )
 def test_hash_sees_code(package, file, text):
     assert changed(package, file, text)
 
 
 def test_hash_leaves_out_what_the_kernel_does_not_use(package):
-    assert not changed(package, "tiles/other.py", "other = 2\n")
+    assert not changed(package, "tiles/other.py", "unused = 2\n")
+    assert not changed(package, "tiles/scores.py", "masked = 1\nrest = 2\n")
+    assert not changed(package, "tiles/softmax.py", SOFTMAX.replace("unused(x)", "unused(x, x)"))
+    assert not changed(package, "tiles/softmax.py", SOFTMAX + "\nADDED = 1\n")
     assert not changed(package, "ops/op/problem.py", "Inputs = 2\n")
 
 
