@@ -168,6 +168,8 @@ GPU: tuple[Case, ...] = (
     _rms("bf16 rms 65536", 67, 65536, BF16),
     _layer("bf16 layer 131072", 67, 131072, BF16, residual=BF16),
     _layer("f32 layer 100003", 35, 100003, F32),
+    *(_rms(f"bf16 rms residual {n}", 301, n, BF16, residual=BF16) for n in (12288, 32768)),
+    *(_rms(f"bf16 rms float residual {n}", 301, n, BF16, residual=F32) for n in (12288, 32768)),
     _rms("f32 rms 65536 float residual", 35, 65536, BF16, residual=F32),
     _rms("bf16 rms many", 40000, 128, BF16),
     _rms("bf16 rms training", 8192, 4096, BF16, residual=BF16),

@@ -38,9 +38,15 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 8192): Config(1, 16),
     (4, 16384): Config(1, 32, chunks=4),
 }
-# layer norm: per_sm for rows that are held in 16 bits
+# per_sm for rows that are held in 16 bits
 LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
-RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1)}  # RMS norm of a sum
+# RMS norm of a sum of 16 bits: to read two tensors again costs more than to hold their sum
+RESIDUAL = CONFIGS | {
+    (2, 1024): Config(2, 1),
+    (2, 12288): Config(1, 16, 2),
+    (2, 16384): Config(1, 16, 2),
+    (2, 32768): Config(1, 16, 1),
+}
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -164,11 +170,11 @@ def _launch(
     x, residual = r.tensors
     assert x is not None
     device, length, size = facts(x.device), r.length, x.element_size()
-    configs = LAYER if centred else CONFIGS if residual is None else RESIDUAL
+    kept = x.dtype if residual is None else sum_dtype(x, residual)
+    configs = LAYER if centred else RESIDUAL if residual is not None and kept.itemsize == 2 else CONFIGS
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
-    kept = x.dtype if residual is None else sum_dtype(x, residual)
     held = config.per_sm > 0 and kept.itemsize == 2 and device.kind == "cuda"
     meta = {
         "DIMS": r.dims,
