@@ -201,6 +201,26 @@ def tile_number(turn):
     return turn * programs + gl.where(turn & 1 != 0, programs - 1 - pid, pid)
 
 
+@gluon.jit
+def head_and_block(t, n_blocks, n_heads, group):
+    """(head, number of one of its n_blocks blocks) of tile t, where heads go in groups: of a group, the first blocks of
+    all heads, then the second ones."""
+    first = t // (group * n_blocks) * group
+    size = gl.minimum(group, n_heads - first)
+    r = t - first * n_blocks
+    block = r // size
+    return first + r - block * size, block
+
+
+@gluon.jit
+def keys_of(Lens, b, len_k, LENS: gl.constexpr):
+    """Keys of batch element b that exist: LENS: of its len_k, so many as it has."""
+    if LENS:
+        return gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    else:
+        return len_k
+
+
 # -- tiles of tensors -------------------------------------------------------------------------------------------------
 
 

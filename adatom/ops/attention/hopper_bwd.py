@@ -265,7 +265,7 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
     if plain and masked and not inside:
         if call.right >= 0 and call.left >= 0:
             loops = 1 if softcap else 3  # three would spill
-        elif causal and (dim <= 64 or not call.even(call.len_k, BLOCK_N.value)):
+        elif causal and (dim <= 64 or long or not call.even(call.len_k, BLOCK_N.value)):
             loops = 2
     if ordered:
         up = first and not look and causal and dim > 32

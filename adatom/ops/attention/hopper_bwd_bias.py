@@ -23,6 +23,7 @@ from adatom.tiles.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    keys_of,
     keys_of_query,
     keys_seen,
     keys_shared,
@@ -239,7 +240,7 @@ def _consumer(DBias, Lens, tiles, bars, counts, scale, softcap, C: gl.constexpr,
             len_k = most_k
             if PLAN.LENS:
                 b, h = _sharer(r, piece, counts, PLAN)
-                len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), most_k)
+                len_k = keys_of(Lens, b, most_k, PLAN.LENS)
             low += _summand(s, dp, lse, delta, _bias_of(tile, wide_s, 0, C, PLAN), m0, n0, len_q, len_k, left, right,
                             scale, softcap, PLAN)
             s_high, dp_high = warpgroup_mma_wait(0, deps=(s_high, dp_high))

@@ -7,9 +7,9 @@ a piece is a tile of fewer blocks of queries, whose sums of dK and dV stay float
 
 import torch
 
-from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, head_and_block
+from adatom.ops.attention.hopper_bwd_feed import BLOCK_N
 from adatom.ops.attention.triton_call import Call
-from adatom.tiles.hopper import Launch, gl, gluon, wait_for_previous
+from adatom.tiles.hopper import Launch, gl, gluon, head_and_block, wait_for_previous
 
 _MOST = 32  # pieces of a tile
 _ROWS = gl.constexpr(4)  # keys of a program

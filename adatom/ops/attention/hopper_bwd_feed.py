@@ -30,6 +30,8 @@ from adatom.tiles.hopper import (
     blocks_of_queries,
     gl,
     gluon,
+    head_and_block,
+    keys_of,
     load_tile,
     load_tile_and_numbers,
     mbarrier,
@@ -187,16 +189,6 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def head_and_block(t, n_blocks, n_heads, group):
-    """(head of keys, block of keys) of tile t: heads go in groups."""
-    first = t // (group * n_blocks) * group
-    size = gl.minimum(group, n_heads - first)
-    r = t - first * n_blocks
-    block = r // size
-    return first + r - block * size, block
-
-
-@gluon.jit
 def piece_of(t, counts, PLAN: gl.constexpr):
     """(tile, piece of it) number t; CUT: tiles from number `whole` on have several."""
     if PLAN.CUT:
@@ -225,8 +217,7 @@ def tile_at(b, hk, n0, Lens, counts, PLAN: gl.constexpr):
     """What `tile_of` says of the tile of keys n0.. of (b, hk)."""
     heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, _ = counts
     stride = (len_q + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
-    if PLAN.LENS:
-        len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+    len_k = keys_of(Lens, b, len_k, PLAN.LENS)
     first = (b * kv_heads + hk) * (heads // kv_heads) * stride
     return b, hk, n0, len_q, len_k, b, b, first, stride
 

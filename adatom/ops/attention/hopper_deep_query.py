@@ -26,6 +26,8 @@ from adatom.tiles.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    head_and_block,
+    keys_of,
     keys_seen,
     keys_shared,
     let_next,
@@ -59,18 +61,12 @@ def query_tile(Order, Lens, counts, PLAN: gl.constexpr):
         of_queries, of_keys, h, m0, first, stride = packed_tile(Order, counts)
         return of_queries, of_keys, h, m0, of_queries[1], of_keys[1], (first + h * stride) * BLOCK
     else:
-        t = gl.program_id(0)
         n_blocks = (len_q + ROWS - 1) // ROWS
-        first = t // (group * n_blocks) * group
-        size = gl.minimum(group, n_heads - first)
-        r = t - first * n_blocks
-        block = r // size
-        bh = first + r - block * size
+        bh, block = head_and_block(gl.program_id(0), n_blocks, n_heads, group)
         if PLAN.RIGHT:
             block = n_blocks - 1 - block
         b = bh // heads
-        if PLAN.LENS:
-            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        len_k = keys_of(Lens, b, len_k, PLAN.LENS)
         return b, b, bh - b * heads, block * ROWS, len_q, len_k, bh * padded(len_q)
 
 

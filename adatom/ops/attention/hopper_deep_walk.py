@@ -23,6 +23,8 @@ from adatom.tiles.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    head_and_block,
+    keys_of,
     mbarrier,
     release,
     slot,
@@ -109,17 +111,10 @@ def tile_of(Order, Lens, counts, PLAN: gl.constexpr):
         of_queries, of_keys, hk, n0, first, stride = packed_tile(Order, counts)
         return of_queries, of_keys, hk, n0, of_queries[1], of_keys[1], first + hk * (heads // kv_heads) * stride, stride
     else:
-        t = gl.program_id(0)
-        n_blocks = (len_k + BLOCK - 1) // BLOCK
-        first = t // (group * n_blocks) * group
-        size = gl.minimum(group, n_heads - first)
-        r = t - first * n_blocks
-        block = r // size
-        bh = first + r - block * size
+        bh, block = head_and_block(gl.program_id(0), (len_k + BLOCK - 1) // BLOCK, n_heads, group)
         b = bh // kv_heads
         stride = (len_q + BLOCK - 1) // BLOCK
-        if PLAN.LENS:
-            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        len_k = keys_of(Lens, b, len_k, PLAN.LENS)
         return b, b, bh - b * kv_heads, block * BLOCK, len_q, len_k, bh * (heads // kv_heads) * stride, stride
 
 

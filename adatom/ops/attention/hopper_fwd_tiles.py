@@ -9,6 +9,8 @@ from adatom.tiles.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    head_and_block,
+    keys_of,
     keys_of_query,
     keys_seen,
     lap,
@@ -81,16 +83,11 @@ def tile_of(t, Order, Lens, sizes, PLAN: gl.constexpr):
         return t * 0, gl.load(row + 6), gl.load(row), start_q, start_k, gl.load(row + 3), gl.load(row + 4)
     else:
         n_blocks = (len_q + BLOCK_M - 1) // BLOCK_M
-        first = t // (group * n_blocks) * group
-        size = gl.minimum(group, n_heads - first)
-        r = t - first * n_blocks
-        block = r // size
-        bh = first + r - block * size
+        bh, block = head_and_block(t, n_blocks, n_heads, group)
         if PLAN.RIGHT:
             block = n_blocks - 1 - block
         b = bh // heads
-        if PLAN.LENS:
-            len_k = gl.minimum(gl.maximum(gl.load(Lens + b).to(gl.int32), 0), len_k)
+        len_k = keys_of(Lens, b, len_k, PLAN.LENS)
         return b, bh - b * heads, block * BLOCK_M, 0, 0, len_q, len_k
 
 

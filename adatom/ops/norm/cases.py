@@ -164,7 +164,10 @@ GPU: tuple[Case, ...] = (
     *_EVEN,
     *(_rms(f"bf16 rms odd {n}", 301, n, BF16, residual=BF16) for n in (77, 999, 2880, 5120, 12289, 24000)),
     *(_layer(f"f16 layer odd {n}", 301, n, F16) for n in (77, 999, 2880, 5120, 12289, 24000)),
-    *(_layer(f"bf16 layer residual {n}", 301, n, BF16, residual=BF16) for n in (3072, 6144, 12288, 18432, 24576)),
+    *(
+        _layer(f"bf16 layer residual {n}", 301, n, BF16, residual=BF16)
+        for n in (3072, 6144, 12288, 18432, 24576, 32768)
+    ),
     _rms("bf16 rms 65536", 67, 65536, BF16),
     _layer("bf16 layer 131072", 67, 131072, BF16, residual=BF16),
     _layer("f32 layer 100003", 35, 100003, F32),
@@ -193,6 +196,7 @@ COMPILE: tuple[Case, ...] = (
     *(_rms(f"bf16 rms {n}", 4096, n, BF16) for n in _LENGTHS),
     *(_rms(f"bf16 rms residual {n}", 4096, n, BF16, residual=BF16) for n in _LENGTHS),
     *(_layer(f"bf16 layer {n}", 4096, n, BF16) for n in _LENGTHS),
+    *(_layer(f"bf16 layer residual {n}", 4096, n, BF16, residual=BF16) for n in (12288, 16384, 32768)),
     *(_rms(f"f32 rms {n}", 1024, n, F32) for n in _LENGTHS),
     *(_layer(f"f32 layer residual {n}", 1024, n, F32, residual=F32) for n in _LENGTHS),
     *(_rms(f"bf16 rms odd {n}", 301, n, BF16, residual=F32) for n in (77, 999, 5120, 24000)),

@@ -40,13 +40,10 @@ CONFIGS: dict[tuple[int, int], Config] = {
 }
 # per_sm for rows that are held in 16 bits
 LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
-# RMS norm of a sum of 16 bits: to read two tensors again costs more than to hold their sum
-RESIDUAL = CONFIGS | {
-    (2, 1024): Config(2, 1),
-    (2, 12288): Config(1, 16, 2),
-    (2, 16384): Config(1, 16, 2),
-    (2, 32768): Config(1, 16, 1),
-}
+# with a residual, if the sum has 16 bits: to read two tensors again costs more than to hold their sum
+_SUM = {(2, 12288): Config(1, 16, 2), (2, 16384): Config(1, 16, 2), (2, 32768): Config(1, 16, 1)}
+RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1)} | _SUM
+LAYER_RESIDUAL = LAYER | _SUM
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
 
@@ -171,7 +168,8 @@ def _launch(
     assert x is not None
     device, length, size = facts(x.device), r.length, x.element_size()
     kept = x.dtype if residual is None else sum_dtype(x, residual)
-    configs = LAYER if centred else RESIDUAL if residual is not None and kept.itemsize == 2 else CONFIGS
+    summed = residual is not None and kept.itemsize == 2
+    configs = (LAYER_RESIDUAL if summed else LAYER) if centred else RESIDUAL if summed else CONFIGS
     config = next((c for (s, n), c in configs.items() if s == size and length <= n), LONG)
     block = tile_of(length) // config.chunks if config.chunks else LONG_BLOCK
     scalars = (*r.strides, *r.sizes, r.count, length, eps)
