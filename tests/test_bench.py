@@ -493,9 +493,6 @@ def test_cases_that_did_not_run_again_keep_their_numbers_and_their_commit() -> N
     )
     assert both["commit"] == "def" and [e["ms"] for e in both["entries"] if e["group"] == "plain"] == [1.0]
     assert "From a run at commit abc, with ceilings of its own: second.\n" in report.tables(both)
-    mixed = [e | {"commit": "old"} if e["pass"] == "forward" else e for e in RECORD["entries"]]
-    kept = report.tables({**RECORD, "entries": mixed})
-    assert "From a run at commit old, with ceilings of its own: plain, second forward.\n" in kept
     third = run.merged(both, {**RECORD, "commit": "ghi", "entries": []})
     assert sorted(e["commit"] for e in third["entries"]) == ["abc"] * 4 + ["def"]
     rival = {"versions": {**RECORD["versions"], "rival": "1.0"}}

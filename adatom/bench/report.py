@@ -186,23 +186,6 @@ def sheets(record: Record, group: str | None = None) -> list[Sheet]:
     return out
 
 
-def _made_at(commit: str, group: str, record: Record) -> list[str]:
-    """What of a group was run at that commit, in words: all of it, a pass of all cases, or cases one by one."""
-    of: dict[str, dict[str, bool]] = {}  # by pass and case
-    for e in record["entries"]:
-        if e["group"] == group and e["contender"] == "adatom":
-            of.setdefault(e["pass"], {})[e["case"]] = e.get("commit") == commit
-    whole = [kind for kind, cases in of.items() if all(cases.values())]
-    if len(whole) == len(of):
-        return [group] if of else []
-    rest = {kind: cases for kind, cases in of.items() if kind not in whole}
-    some = []
-    for case in _unique(case for cases in rest.values() for case in cases):
-        here = [kind for kind, cases in rest.items() if cases.get(case)]
-        some += [case] if len(here) == sum(case in cases for cases in of.values()) else [f"{case} {k}" for k in here]
-    return [f"{group} {name}" for name in (*whole, *some)]
-
-
 def heading(record: Record) -> str:
     """Where, when and with what a record was made, and the ceilings of that run."""
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
@@ -217,7 +200,10 @@ def heading(record: Record) -> str:
     for commit in _unique(e["commit"] for e in record["entries"] if "commit" in e):
         names = []
         for group in _unique(e["group"] for e in record["entries"]):
-            names += _made_at(commit, group, record)
+            mine = [e for e in record["entries"] if e["group"] == group and e["contender"] == "adatom"]
+            of = {e["case"]: e.get("commit") for e in mine}
+            kept = [case for case, made_at in of.items() if made_at == commit]
+            names += [group] if len(kept) == len(of) else [f"{group} {case}" for case in kept]
         if names:  # otherwise rivals alone are kept of that run
             lines.append(f"From a run at commit {commit}, with ceilings of its own: {', '.join(names)}.")
     return "\n".join(lines)
