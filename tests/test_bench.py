@@ -227,9 +227,13 @@ def test_a_rival_that_computes_something_else_gets_no_time() -> None:
     def explodes(case: Case, given: dict[str, Any]) -> run.Call:
         raise RuntimeError("unsupported on Tuesdays\nand a stack trace")
 
-    entries = compare(TINY, "plain", wrong=wrong, explodes=explodes)
+    def more(case: Case, given: dict[str, Any]) -> run.Call:
+        return lambda q, k, v, bias=None: (run.ours(case, given)(q, k, v), q)
+
+    entries = compare(TINY, "plain", wrong=wrong, explodes=explodes, more=more)
     reasons = {e["contender"]: e["reason"] for e in entries if "reason" in e}
     assert reasons["wrong"].startswith("its result differs from adatom's by 1.0e-01")
+    assert reasons["more"] == "it returns 2 tensors, adatom 1"
     assert reasons["explodes"] == "RuntimeError: unsupported on Tuesdays"
     assert {e["contender"] for e in entries if "ms" in e} == {"adatom"}
 

@@ -83,7 +83,8 @@ def _quack(case: Case, given: dict[str, Any]) -> Call:
     rmsnorm = importlib.import_module("quack").rmsnorm
 
     def call(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Any:
-        return rmsnorm(x, weight, residual=residual, eps=_EPS[False])
+        both = residual is not None  # the norm, and the sum of which it is
+        return rmsnorm(x, weight, residual=residual, eps=_EPS[False], prenorm=both)
 
     return call
 

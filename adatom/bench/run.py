@@ -271,9 +271,7 @@ def compare(
                     if name == "adatom":
                         expected = _flat(call(*problem.plain))
                     elif expected is not None:
-                        apart = max(map(_distance, _flat(call(*problem.plain)), expected))
-                        if not apart <= _tolerance(case):
-                            raise Unfit(f"its result differs from adatom's by {apart:.1e}")
+                        _same(_flat(call(*problem.plain)), expected, _tolerance(case))
                     calls[name] = call
                 except Exception as error:
                     failures[name] = {"all": reason(error, [str(h.message) for h in heard])}
@@ -318,6 +316,15 @@ def compare(
             entry |= speed(case, kind, timing.ms, peaks)
             entries.append({**entry, "peak_bytes": memory[name].get("second" if three_orders else kind)})
     return entries
+
+
+def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """Raise Unfit for the results of a rival that are not adatom's."""
+    if len(found) != len(expected):
+        raise Unfit(f"it returns {len(found)} tensors, adatom {len(expected)}")
+    apart = max(map(_distance, found, expected))
+    if not apart <= tolerance:
+        raise Unfit(f"its result differs from adatom's by {apart:.1e}")
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
