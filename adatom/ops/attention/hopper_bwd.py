@@ -52,6 +52,8 @@ from adatom.tiles.hopper import (
     wait_for_previous,
 )
 
+_APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
+# to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, see docs/hopper.md
 _LONG = 4096  # queries from which on some ways are faster; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -312,7 +314,9 @@ def _launches(
     units = whole + rest * pieces
     together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
     # heads that go together under a mask: all, where there are so few tiles that the longest must come first
-    least = n_heads if right and not call.varlen and n_tiles < 3 * call.device.sms else 1
+    least = _APART if way.up and not ordered else 1
+    if right and not call.varlen and n_tiles < 3 * call.device.sms:
+        least = n_heads
     crowd = ordered and not way.up
     if crowd:  # so many heads that those who wait for each other do not fill the GPU
         together = max(together, 3 * call.device.sms * m // sharing)

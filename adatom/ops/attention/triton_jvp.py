@@ -50,7 +50,7 @@ from adatom.tiles.triton import (
 TANGENT_CONFIGS: Configs = {
     90: {
         ("half", 64): Config(64, 64, 4, 3, tma=True),
-        ("half", 128): Config(64, 64, 4, 2, tma=True, spill=2048),
+        ("half", 128): Config(128, 64, 8, 2, tma=True),
         ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
         ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
         ("tf32", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
@@ -75,7 +75,7 @@ TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
     ("half", 256): Config(32, 16, 8, 1),
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
-TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES
+TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES | {("half", 128): Config(64, 64, 4, 2, tma=True, spill=2048)}
 # Where keys and values come in parts (triton_parts.py).
 PARTS_CONFIGS: Configs = {
     90: {
