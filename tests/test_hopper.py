@@ -299,6 +299,17 @@ def test_programs_in_order_take_fewer_heads_where_queries_are_many(length, each)
         assert backward._launches(x, o, q, q, (q, k, k), False, False, True).splits == 8 // each
 
 
+@pytest.mark.parametrize(("length", "way", "group"), [(2048, "up", 8), (16384, "up", 4), (131072, "up", 4),
+                                                      (131072, "in order", 1), (131072, "full", 1)])  # fmt: skip
+def test_four_heads_at_least_are_in_flight_where_tiles_walk_upwards(length, way, group):
+    """Of one, the tiles that begin as others end would come to the same queries together."""
+    q = torch.empty(2, 16, length, 128, dtype=torch.bfloat16, device="meta")
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=q, v=q, causal=way != "full")
+        plan = backward._launches(x, o, q, q, (q, q, q), False, False, way == "in order")
+    assert dict(zip(plan.main.kernel.arg_names[18:], plan.main.scalars))["group"] == group
+
+
 def test_parts_are_no_more_than_queries():
     q, k = (torch.empty(1, heads, n, 128, dtype=torch.bfloat16, device="meta") for heads, n in ((32, 2048), (1, 8192)))
     with pretend(H100):
