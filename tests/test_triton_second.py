@@ -7,7 +7,9 @@ import torch
 
 from adatom.compile import DEVICES
 from adatom.device import pretend
+from adatom.ops.attention import limits
 from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.problem import problem
 
 pytest.importorskip("triton")
 
@@ -47,3 +49,19 @@ def test_lines_for_options_serve_up_to_their_head_dim() -> None:
     table = {("half", 64): small, ("half", 128): small, ("half full bias", 128): large}
     assert picked(table, 64, bias=bias(BF16)) == small
     assert picked(table, 128, bias=bias(BF16)) == large and picked(table, 128) == small
+
+
+@pytest.mark.parametrize("limit", [limits.triton_jvp, limits.triton_second])
+def test_a_bias_that_does_not_fit_is_refused_in_words(limit) -> None:
+    """On Hopper at head_dim 65 to 128; a bias of q's dtype, a bias per key and other head_dims are taken."""
+
+    def why(dim: int, b: torch.Tensor, arch: int = 90) -> str | None:
+        q = torch.empty(2, 4, 128, dim, dtype=BF16, device="meta")
+        with pretend(DEVICES[arch]):
+            x, o, _ = inputs_of(q=q, k=q, v=q, bias=b)
+            found: str | None = limit(problem(x, o))
+            return found
+
+    assert "q's dtype" in (why(128, bias(F32)) or "") and "q's dtype" in (why(72, bias(F32)) or "")
+    assert why(64, bias(F32)) is None and why(256, bias(F32)) is None and why(128, bias(F32), 100) is None
+    assert why(128, bias(BF16)) is None and why(128, bias(F32, keys_only=True)) is None
