@@ -74,7 +74,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_bwd_bwd", "torch_chunked", "attention.torch_chunked:backward_backward", attention.torch_chunked),
     Row("attention_bwd_bwd", "reference", "attention.reference:backward_backward", attention.reference),
     Row("attention_jvp", "one_tile", "attention.triton_tile_second:jvp", attention.one_tile),
-    Row("attention_jvp", "triton", "attention.triton_jvp:jvp", attention.triton_jvp),
+    Row("attention_jvp", "triton", "attention.triton_jvp:jvp", attention.triton),
     Row("attention_jvp", "torch_chunked", "attention.torch_chunked:jvp", attention.torch_chunked),
     Row("attention_jvp", "reference", "attention.reference:jvp", attention.reference),
     Row("linear_fwd", "hopper", "linear.hopper_linear:forward", linear.hopper),

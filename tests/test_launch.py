@@ -16,20 +16,44 @@ class Launcher:
     launch_cooperative_grid, launch_pdl = False, True
 
     def __init__(self, metas=()):
-        taken = self.taken = []
-        if metas:
-            self.launch = opened(lambda *args: taken.append(args), metas)
-        else:
-            self.launch = lambda *args: taken.append(args)
+        self.taken = []
+        self.launch = opened(self.taken, metas) if metas else lambda *args: self.taken.append(args)
 
     def __call__(self, *args):
         grid_and_function, given = args[:5], args[5:]
         self.launch(*grid_and_function, self.launch_cooperative_grid, self.launch_pdl, None, None, *given)
 
 
-def opened(launcher, tensordesc_meta):
+class Listing(Launcher):
+    """That of 3.7 to 3.9, which hands them on as a list, with what describes them."""
+
+    arg_annotations, kernel_signature = ["annotations"], b"signature"
+
+    def __call__(self, *args):
+        front, metadata, hooks, given = args[:5], args[5], args[6:9], args[9:]
+        more = (self.launch_cooperative_grid, self.launch_pdl, metadata, *hooks, None, None)
+        self.launch(*front, *more, self.arg_annotations, self.kernel_signature, given)
+
+
+class Adding(Listing):
+    """One that adds arguments of its own."""
+
+    def __call__(self, *args):
+        super().__call__(*args, "more")
+
+
+def opened(taken, tensordesc_meta):
     """A launcher that makes descriptors first, with the names that Triton gives to what it closes over."""
+
+    def launcher(*args):
+        taken.append(args)
+
     return lambda *args: (launcher(*args), tensordesc_meta)
+
+
+def arguments(args):
+    """What follows the launcher's own arguments."""
+    return tuple(args[-1]) if isinstance(args[-1], tuple) else args[13:]
 
 
 @pytest.fixture
@@ -49,8 +73,9 @@ def direct(monkeypatch):
     return make
 
 
-def test_the_c_function_gets_what_tritons_launcher_would_give_it(direct):
-    run = Launcher()
+@pytest.mark.parametrize("kind", [Launcher, Listing])
+def test_the_c_function_gets_what_tritons_launcher_would_give_it(direct, kind):
+    run = kind()
     launch, _ = direct(run)
     assert launch.run == run.launch
     launch([11, 12], None)
@@ -58,36 +83,57 @@ def test_the_c_function_gets_what_tritons_launcher_would_give_it(direct):
     assert run.taken[0] == run.taken[1] and len(run.taken) == 2
 
 
-@pytest.mark.parametrize("other", [{"arg_annotations": b""}, {"global_scratch_size": 128}])
-def test_other_launchers_are_called_as_they_are(direct, other):
-    run = type("Other", (Launcher,), other)()
+def test_this_tritons_own_launcher_is_passed_by(direct):
+    """Its C function is called as it calls it; nothing of it is left to do for each launch."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    run, taken = object.__new__(CudaLauncher), []
+    vars(run).update(dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1), num_ctas=1)
+    vars(run).update(dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0), gsan_enabled=False)
+    vars(run).update(launch_cooperative_grid=False, launch_pdl=True, arg_annotations=[], kernel_signature=b"")
+    run.launch = lambda *args: taken.append(args)
     launch, _ = direct(run)
-    assert launch.run is run
+    assert launch.run is run.launch and not taken
     launch([11, 12], None)
-    assert run.taken == [(7, 1, 1, 77, 5, False, True, None, None, (4, 1, 0), None, None, None, 11, 12, 9, "constant")]
+    run(7, 1, 1, 77, 5, (4, 1, 0), None, None, None, 11, 12, 9, "constant")
+    assert taken[0] == taken[1] and len(taken) == 2
 
 
-def test_a_descriptor_is_made_once_for_each_address(direct, monkeypatch):
+@pytest.mark.parametrize("kind", [type("Other", (Launcher,), {"global_scratch_size": 128}), Adding])
+def test_other_launchers_are_called_as_they_are(direct, kind):
+    run = kind()
+    launch, _ = direct(run)
+    assert launch.run is run and not run.taken
+    launch([11, 12], None)
+    run(7, 1, 1, 77, 5, (4, 1, 0), None, None, None, 11, 12, 9, "constant")
+    assert run.taken[0] == run.taken[1]
+
+
+@pytest.mark.parametrize("kind", [Launcher, Listing])
+@pytest.mark.parametrize("make", [lambda made, meta: [made, meta, 64], lambda made, meta, _: [made, meta, 64]])
+def test_a_descriptor_is_made_once_for_each_address(direct, monkeypatch, kind, make):
     from triton.backends.nvidia import driver
 
-    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda made, meta: [made, meta, 64])
-    run, asked = Launcher(metas=["a", "b"]), []
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    run, asked = kind(metas=["a", "b"]), []
     launch, _ = direct(run, (0, 2))
     for first in (11, 11, 12):
         launch([first, 1, 13], lambda i: asked.append(i) or f"box {i}")
     assert asked == [0, 2, 0]
-    assert all(args[13:] == ("box 0", "a", 64, 1, "box 2", "b", 64, 9, "constant") for args in run.taken)
+    assert all(arguments(args) == ("box 0", "a", 64, 1, "box 2", "b", 64, 9, "constant") for args in run.taken)
     for first in range(1000):
         launch([first, 1, 13], lambda i: "box")
     assert len(launch.boxes) <= 256
 
 
-def test_launchers_that_cannot_be_opened_get_descriptors(direct):
-    run = type("Other", (Launcher,), {"arg_annotations": b""})(metas=["a"])
+@pytest.mark.parametrize("kind", [type("Other", (Launcher,), {"profile_scratch_size": 8}), Adding])
+def test_launchers_that_cannot_be_opened_get_descriptors(direct, kind):
+    run = kind(metas=["a"])
     launch, _ = direct(run, (1,))
     for _ in range(2):
         launch([11, 12], lambda i: "box")
-    assert [args[13:] for args in run.taken] == [(11, "box", 9, "constant")] * 2
+    more = ("more",) if kind is Adding else ()
+    assert [arguments(args) for args in run.taken] == [(11, "box", 9, "constant", *more)] * 2
 
 
 def test_profilers_that_hook_into_triton_see_the_launch(direct):

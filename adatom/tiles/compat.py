@@ -1,5 +1,7 @@
 """The only place that knows Triton versions: what differs between 3.6 and 3.9 is levelled here."""
 
+from copy import copy
+
 from adatom.device import interpreting
 
 
@@ -20,11 +22,12 @@ class Direct:
         self.stream_of = driver.active.get_current_stream
         hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         self.entering, self.leaving = (getattr(hook, "calls", hook) for hook in hooks)
-        self.behind = (compiled.packed_metadata, None, None, None)
+        self.behind, self.listed = (compiled.packed_metadata, None, None, None), False
         self.blocks = dict.fromkeys(blocks)
         self.boxes = {}  # what stands for a descriptor among the arguments, by place and address
-        if _passes_on(self.run):  # what Triton's launcher would add to its arguments follows from the kernel
-            self.behind = (self.run.launch_cooperative_grid, self.run.launch_pdl, None, None, *self.behind)
+        passed_on = _passed_on(self.run, self.behind)
+        if passed_on is not None:
+            self.behind, self.listed = passed_on
             self.run = self.run.launch
             self._open(blocks)
 
@@ -33,7 +36,7 @@ class Direct:
         code = getattr(self.run, "__code__", None) if blocks else None
         held = dict(zip(code.co_freevars, self.run.__closure__ or ())) if code else {}
         if {"launcher", "tensordesc_meta"} <= set(held):
-            metas = held["tensordesc_meta"].cell_contents
+            metas = held["tensordesc_meta"].cell_contents or ()
             if len(metas) == len(blocks) and all(metas):
                 self.run, self.blocks = held["launcher"].cell_contents, dict(zip(blocks, metas))
 
@@ -47,7 +50,10 @@ class Direct:
         if self.blocks:
             addresses = self._boxed(addresses, describe)
         stream = self.stream_of(self.device)
-        self.run(self.programs, 1, 1, stream, self.function, *self.behind, *addresses, *self.rest)
+        if self.listed:
+            self.run(self.programs, 1, 1, stream, self.function, *self.behind, (*addresses, *self.rest))
+        else:
+            self.run(self.programs, 1, 1, stream, self.function, *self.behind, *addresses, *self.rest)
 
     def _boxed(self, addresses, describe):
         """The addresses with what the launcher takes for a descriptor, which is made once for each address."""
@@ -57,22 +63,35 @@ class Direct:
             if box is None:
                 box = [describe(i)]
                 if meta is not None:
-                    from triton.backends.nvidia.driver import make_tensordesc_arg
-
                     if len(self.boxes) >= 256:
                         self.boxes.clear()
-                    box = self.boxes[i, addresses[i]] = make_tensordesc_arg(box[0], meta)
+                    box = self.boxes[i, addresses[i]] = _box(box[0], meta)
             found += addresses[start:i]
             found += box
             start = i + 1
         return found + addresses[start:]
 
 
-def _passes_on(run):
-    """Whether Triton's launcher only hands its arguments on to its C function: that of 3.6, for a kernel that needs no
-    memory from the host."""
+def _passed_on(run, behind):
+    """What Triton's launcher would have its C function take between the kernel and its arguments, and whether that
+    takes these as one list (from 3.7 on), by asking a copy of it. None if it needs more than that for each launch."""
     needs = [getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
-    return not any(needs) and hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
+    if any(needs) or not hasattr(run, "launch"):
+        return None
+    asked, taken, front, argument = copy(run), [], (1, 1, 1, object(), object()), object()
+    asked.launch = lambda *given: taken.append(given)
+    asked(*front, *behind, argument)
+    if len(taken) != 1 or taken[0][:5] != front or taken[0][-1] not in (argument, (argument,)):
+        return None
+    return taken[0][5:-1], taken[0][-1] is not argument
+
+
+def _box(descriptor, meta):
+    """What the C function takes for a descriptor."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    more = make_tensordesc_arg.__code__.co_argcount - 2  # in 3.9, the arguments that go before, which it leaves alone
+    return make_tensordesc_arg(descriptor, meta, *[None] * more)
 
 
 def _mend_interpreter() -> None:

@@ -86,19 +86,9 @@ def one_tile_second(p: Problem) -> str | None:
     return None
 
 
-def triton_jvp(p: Problem) -> str | None:
-    """Triton kernels of forward mode, whose tile on Hopper leaves no room for a float32 bias at head_dim 128."""
-    if (why := triton(p)) is not None:
-        return why
-    wide = p.bias == "full" and p.bias_dtype == torch.float32 and p.dtype != torch.float32
-    if wide and p.device.kind == "cuda" and p.device.arch == 90 and 64 < max(p.head_dim, p.head_dim_v) <= 128:
-        return "takes a full float32 bias beside 16 bits to head_dim 64 and beyond 128; give the bias q's dtype"
-    return None
-
-
 def triton_second(p: Problem) -> str | None:
     """Triton kernels of the second derivative: where shared memory is small, not float32 at every head_dim."""
-    if (why := triton_jvp(p)) is not None:
+    if (why := triton(p)) is not None:
         return why
     wide = max(p.head_dim, p.head_dim_v) > 128 and p.dtype == torch.float32 and p.precision != "tf32"
     if wide and p.device.kind == "cuda" and p.device.shared_memory < 128 * 1024:

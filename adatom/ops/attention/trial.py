@@ -385,6 +385,7 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("f16 24 rows", 64, 4, 4, 520, 528, 24, 32, F16, bias="11qk"),
     Case("bf16 32 whole heads f32 bias", 64, 4, 4, 512, 512, 32, 32, BF16, **_MOST_SHARED_MEMORY),
     Case("bf16 64 f32 bias", 4, 8, 8, 1024, 1024, 64, 64, BF16, bias="bhqk", bias_dtype=torch.float32),
+    Case("bf16 128 f32 bias", 4, 8, 8, 1024, 1024, 128, 128, BF16, bias="bhqk", bias_dtype=torch.float32),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
 )
 
@@ -403,7 +404,7 @@ QUICK_CASES = (
 )
 QUICK_TILES: tuple[str, ...] = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
 QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows", "bf16 64 one tile")
-QUICK_TILES += ("bf16 32 whole heads f32 bias", "bf16 64 f32 bias")
+QUICK_TILES += ("bf16 32 whole heads f32 bias", "bf16 64 f32 bias", "bf16 128 f32 bias")
 
 
 def selection(quick: bool) -> tuple[Case, ...]:

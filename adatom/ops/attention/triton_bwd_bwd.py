@@ -24,13 +24,13 @@ from adatom.ops.attention.triton_call import (
     bias_grad,
     bias_tiles,
     column_sums,
-    family,
     pick,
     plain,
     query_bias_grad,
     reduce_to,
     remembered,
     sink_grad,
+    without_options,
 )
 from adatom.ops.attention.triton_jvp import Directions, tangent_pass
 from adatom.ops.attention.triton_sum import sum_of_parts
@@ -59,12 +59,6 @@ from adatom.tiles.triton import (
     store_tile,
     tangent_of,
 )
-
-
-def _general(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
-    """The lines of a table without those for calls with an option."""
-    return {key: config for key, config in table.items() if " " not in key[0]}
-
 
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune` and,
 # on sm_90, by hand (docs/tuning.md).
@@ -99,7 +93,7 @@ Q_CONFIGS[80] = plain(Q_CONFIGS[90]) | {
     ("half", 256): Config(16, 16, 4, 1),
 }
 Q_CONFIGS[86] = Q_CONFIGS[80]
-Q_CONFIGS[100] = _general(Q_CONFIGS[90]) | LOW_TILES | {
+Q_CONFIGS[100] = without_options(Q_CONFIGS[90]) | LOW_TILES | {
     ("half bias", 64): Config(64, 64, 8, 1, tma=True, spill=1024),
     ("half", 128): Config(64, 32, 4, 2, tma=True),
     ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
@@ -139,7 +133,7 @@ KV_CONFIGS[80] = plain(KV_CONFIGS[90]) | {
     ("half", 256): Config(16, 32, 8, 1),
 }
 KV_CONFIGS[86] = KV_CONFIGS[80]
-KV_CONFIGS[100] = _general(KV_CONFIGS[90]) | LOW_TILES | {
+KV_CONFIGS[100] = without_options(KV_CONFIGS[90]) | LOW_TILES | {
     ("half bias", 64): Config(64, 64, 8, 2, tma=True, spill=1024),
     ("half packed", 64): Config(32, 64, 4, 1),
     ("half", 64): Config(64, 64, 8, 2, tma=True),
@@ -181,25 +175,6 @@ BIAS_CONFIGS[86] = BIAS_CONFIGS[80] | {
     ("half", 64): Config(32, 32, 4, 1),
     ("half", 128): Config(32, 32, 8, 1, spill=2048),
 }
-
-
-def _pick(name: str, configs: Configs, call: Call) -> Config:
-    """As `pick`, of tables with lines for more options; where several are for a call, the most special one:
-    "half wide bias" (full, float32), "half full bias", "half bias", "half softcap", "half packed"."""
-    bias, table = call.x.bias, configs[family(call.device.arch)]
-    full = bias is not None and call.meta["BIAS"] == FULL.value
-    options = {
-        " packed": call.varlen,
-        " softcap": call.o.softcap > 0,
-        " bias": bias is not None,
-        " full bias": full,
-        " wide bias": full and bias.element_size() > call.x.q.element_size(),  # type: ignore[union-attr]
-    }
-    lines = _general(table)
-    for option in (option for option, given in options.items() if given):
-        special = {(kind.removesuffix(option), dim): c for (kind, dim), c in table.items() if kind.endswith(option)}
-        lines |= _general(special)
-    return pick(name, {family(call.device.arch): lines}, call)
 
 
 @triton.jit
@@ -475,7 +450,7 @@ def _bias_kernel(Q, K, V, Bias, Lens, Lse, DOut, DDQ, DDK, DDV, DDBias, G, U, De
 
 def _q_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dq: torch.Tensor, dbias: bool) -> Launch:
     call = Call(x, o)
-    config = _pick("bwd_bwd_q", Q_CONFIGS, call)
+    config = pick("bwd_bwd_q", Q_CONFIGS, call)
     tma = call.use_tma(config, x.q, x.k, x.v, dout, d.q, d.k, d.v)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),
@@ -506,7 +481,7 @@ def _kv_launch(
     x: Inputs, o: Options, d: Directions, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, colsum: bool
 ) -> Launch:
     call = Call(x, o)
-    config = _pick("bwd_bwd_kv", KV_CONFIGS, call)
+    config = pick("bwd_bwd_kv", KV_CONFIGS, call)
     tma = call.use_tma(config, x.q, dout, d.q, keys=False) and call.len_q % 4 == 0
     # TMA writes to multiples of 128 bytes; with more stages there are several buffers of a row, each as long as it is
     assert not tma or config.block_m >= 32 or config.num_stages <= 2
@@ -536,7 +511,7 @@ def _kv_pass(
 
 def _bias_launch(x: Inputs, o: Options, d: Directions, dout: torch.Tensor, bias: torch.Tensor) -> Launch:
     call = Call(x, o)
-    config = _pick("bwd_bwd_bias", BIAS_CONFIGS, call)
+    config = pick("bwd_bwd_bias", BIAS_CONFIGS, call)
     programs, parts = call.bias_programs(config, bias)
     scalars = (
         *call.strides(x.q), *call.strides(x.k), *call.strides(x.v), *call.strides(dout), *call.strides(d.q),

@@ -78,22 +78,37 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
     """The configuration of kernel `name` for this call.
 
     A table has a line for each kind of arithmetic and each of the head_dims 64, 128 and 256, up to which it serves. It
-    may have more for head_dim 16 and 32, and for calls with an option that costs registers or bandwidth: "half bias",
-    "half packed".
+    may have more for head_dim 16 and 32, and for calls with options that cost registers or bandwidth, of which the last
+    one counts: "half packed", "half softcap", "half bias", "half full bias" (for each query and key), "half wide bias"
+    (full, of more bytes than q), "half ragged bias" (full, its rows no multiples of 16).
     """
     if name in _forced:
         return _forced[name]
     if call.device.arch == 0:
         return _INTERPRETED
-    table, dim = configs[family(call.device.arch)], max(call.head_dim, call.head_dim_v)
-    option = " bias" if call.meta["BIAS"] else " packed" if call.varlen else ""
-    keys = ((kind, d) for d in (16, 32, 64, 128, 256) if dim <= d for kind in (call.kind + option, call.kind))
+    table, dim, bias = configs[family(call.device.arch)], max(call.head_dim, call.head_dim_v), call.x.bias
+    full = bias_kind(bias) == "full"
+    options = {
+        " packed": call.varlen,
+        " softcap": call.o.softcap > 0,
+        " bias": bias is not None,
+        " full bias": full,
+        " wide bias": full and bias.element_size() > call.x.q.element_size(),  # type: ignore[union-attr]
+        " ragged bias": full and call.len_k % 16 != 0,
+    }
+    names = [call.kind + option for option, given in options.items() if given]
+    keys = ((name, d) for d in (16, 32, 64, 128, 256) if dim <= d for name in (*reversed(names), call.kind))
     return next(table[key] for key in keys if key in table)
+
+
+def without_options(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
+    """The lines of a table without those for calls with an option."""
+    return {key: config for key, config in table.items() if " " not in key[0]}
 
 
 def plain(table: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Config]:
     """The lines of a table without those for calls with an option, and without tensor descriptors."""
-    return {key: config._replace(tma=False) for key, config in table.items() if " " not in key[0]}
+    return {key: config._replace(tma=False) for key, config in without_options(table).items()}
 
 
 def remembered(x: Inputs, name: str, build: Callable[[], Launch]) -> Launch:

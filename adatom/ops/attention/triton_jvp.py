@@ -21,6 +21,7 @@ from adatom.ops.attention.triton_call import (
     pick,
     plain,
     remembered,
+    without_options,
 )
 from adatom.ops.attention.triton_parts import dot_parts, in_parts, in_tiles, load_parts, pay, turned, unit_of
 from adatom.tiles.launch import Launch
@@ -49,7 +50,10 @@ from adatom.tiles.triton import (
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 TANGENT_CONFIGS: Configs = {
     90: {
+        ("half full bias", 64): Config(64, 32, 4, 3, tma=True),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
+        ("half wide bias", 128): Config(64, 32, 4, 2, tma=True),
+        ("half ragged bias", 128): Config(64, 32, 4, 2, tma=True),
         ("half", 128): Config(128, 64, 8, 2, tma=True),
         ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
         ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
@@ -75,7 +79,9 @@ TANGENT_CONFIGS[80] = plain(TANGENT_CONFIGS[90]) | {
     ("half", 256): Config(32, 16, 8, 1),
 }
 TANGENT_CONFIGS[86] = TANGENT_CONFIGS[80]
-TANGENT_CONFIGS[100] = TANGENT_CONFIGS[90] | LOW_TILES | {("half", 128): Config(64, 64, 4, 2, tma=True, spill=2048)}
+TANGENT_CONFIGS[100] = without_options(TANGENT_CONFIGS[90]) | LOW_TILES | {
+    ("half", 128): Config(64, 64, 4, 2, tma=True, spill=2048),
+}
 # Where keys and values come in parts (triton_parts.py).
 PARTS_CONFIGS: Configs = {
     90: {
