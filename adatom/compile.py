@@ -271,10 +271,21 @@ def _reason(error: BaseException) -> str:
 
 def _untuned() -> bool:
     """Whether this Triton has no configurations of its own yet. From 3.9 on Gluon's descriptors of products cost more
-    registers, and ptxas moves the wait of a consumer of packed attention."""
+    registers."""
+    return _triton() >= (3, 9)
+
+
+def _triton() -> tuple[int, ...]:
     import triton
 
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def _moves_wait(meta: dict[str, Any]) -> bool:
+    """Whether this Triton is known to have ptxas move the wait of a consumer of such a forward: from 3.7 on under a
+    mask at head_dim 128, which takes as long as under 3.6 (docs/hopper.md), from 3.9 on of packed sequences."""
+    masked = meta.get("MASK", False) and meta.get("HEAD_DIM", 0) > 64
+    return masked and _triton() >= (3, 7) or meta.get("VARLEN", False) and _triton() >= (3, 9)
 
 
 def _spill_allowed(spec: Spec) -> int:
@@ -324,7 +335,7 @@ def _schedule(report: Report) -> str | None:
         return f"waits {report.waits} times for {products} products: they are serialised"
     walks = report.op == "attention_fwd" and report.backend != "hopper_tile"  # one tile has no block after it
     least = report.meta.get("BLOCK_N", 0) // (8 if report.meta.get("SQUARE") else 4)  # 8: of half a block
-    if walks and (report.overlap or 0) < least and not (_untuned() and report.meta.get("VARLEN")):
+    if walks and (report.overlap or 0) < least and not _moves_wait(report.meta):
         return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
     return None
 

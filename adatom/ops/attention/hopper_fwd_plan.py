@@ -47,7 +47,7 @@ CONFIGS: dict[tuple[int, str], dict[int, Config]] = {
 }
 
 # the same for the kernel without maxima, by keys; None: that with maxima. What spills is what computes a tile again
-_FAST = _PAIR._replace(spill=96)
+_FAST = _PAIR._replace(spill=104)
 _FAST_64, _FAST_THREE = _FAST._replace(stages=4), _THREE._replace(spill=400)
 _FAST_ONE = Config(1, 64, 64, 3, 136, True, spill=96, each=3)
 FAST: dict[tuple[int, str], dict[int, Config | None]] = {

@@ -52,7 +52,7 @@ TANGENT_CONFIGS: Configs = {
     90: {
         ("half full bias", 64): Config(64, 32, 4, 3, tma=True),
         ("half", 64): Config(64, 64, 4, 3, tma=True),
-        ("half wide bias", 128): Config(64, 32, 4, 2, tma=True),
+        ("half wide bias", 128): Config(128, 32, 8, 2, tma=True),
         ("half ragged bias", 128): Config(64, 32, 4, 2, tma=True),
         ("half", 128): Config(128, 64, 8, 2, tma=True),
         ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),

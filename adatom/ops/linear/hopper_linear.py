@@ -459,7 +459,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         scalars += hopper_made.numbers(z, run, together, (k_tiles - w) % k_tiles)
     else:
         scalars += (0,) * 6
-    spill = 320 if grad else 0
+    spill = 320 if grad else 72 if make else 0
     return Launch(_kernel, min(n_runs, device.sms), scalars, meta, spill, blocks)
 
 

@@ -58,7 +58,7 @@ class Config(NamedTuple):
 
 
 PLAIN = Config(2, 64, 256, 4, 64, 2)
-TALL = Config(3, 64, 256, 3, 64, 2)
+TALL = Config(3, 64, 256, 3, 64, 2, spill=16)
 # what the forward kept comes through the ring; results leave from there
 GRADIENT = Config(2, 64, 256, 4, 64, 1, spill=16)
 WIDE = ("A", "B")  # descriptors that fetch 256 bytes
