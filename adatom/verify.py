@@ -521,6 +521,7 @@ def command(
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = None,
     softcap: Annotated[float | None, typer.Option()] = None,
+    scale: Annotated[float | None, typer.Option(help="Of the scores; default 1 / sqrt(head_dim).")] = None,
     sinks: Annotated[bool, typer.Option("--sinks")] = False,
     kv_lens: Annotated[bool, typer.Option("--kv-lens", help="Ragged keys in a padded batch.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed sequences of random lengths up to S.")] = False,
@@ -543,6 +544,7 @@ def command(
         raise typer.BadParameter(str(error).splitlines()[0], param_hint="--device") from None
     given = {"precision": precision, "bias": bias, "causal": causal, "window": window, "softcap": softcap}
     options = {k: v for k, v in {**given, "sinks": sinks, "kv_lens": kv_lens, "varlen": varlen}.items() if v}
+    options |= {} if scale is None else {"scale": scale}
     own = bool(shape or dtype or options)
     if record is not None and (where.type != "cuda" or own or quick):
         raise typer.BadParameter("evidence takes a GPU and all cases of an op", param_hint="--record")

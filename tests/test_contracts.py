@@ -262,7 +262,7 @@ BAD = {
     "bias shape": ({"bias": torch.zeros(7, 5)}, ValueError, r"\(2, 4, 5, 7\).*bias=float32\[7, 5\]"),
     "bias rank": ({"bias": torch.zeros(1, 1, 1, 5, 7)}, ValueError, r"\(2, 4, 5, 7\).*\[1, 1, 1, 5, 7\]"),
     "bias device": ({"bias": torch.zeros(5, 7, device="meta")}, ValueError, "bias on q's device.*meta"),
-    "kv_lens list": ({"kv_lens": [1, 2]}, TypeError, r"kv_lens as a tensor.*\[1, 2\]"),
+    "kv_lens list": ({"kv_lens": [1, 2]}, TypeError, r"kv_lens as a dense tensor.*\[1, 2\]"),
     "kv_lens float": ({"kv_lens": torch.ones(2)}, TypeError, r"int32 or int64.*float32\[2\]"),
     "kv_lens shape": ({"kv_lens": torch.tensor([1])}, ValueError, r"shape \(2,\).*int64\[1\]"),
     "kv_lens negative": (
@@ -273,6 +273,8 @@ BAD = {
     "kv_lens large": ({"kv_lens": torch.tensor([1, 8])}, ValueError, "between 0 and seqlen_k = 7.*largest=8"),
     "sinks shape": ({"sinks": torch.zeros(2)}, ValueError, r"shape \(4,\).*float32\[2\]"),
     "sinks of 8 bits": ({"sinks": torch.zeros(4).to(torch.float8_e5m2)}, TypeError, "float dtype.*float8_e5m2"),
+    "sinks sparse": ({"sinks": torch.zeros(4).to_sparse()}, TypeError, "sinks as a dense tensor"),
+    "kv_lens sparse": ({"kv_lens": torch.ones(2).long().to_sparse()}, TypeError, "kv_lens as a dense tensor"),
     "sinks integer": ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, r"float dtype.*int32\[4\]"),
     "window number": ({"window": 3}, TypeError, "pair.*window=3"),
     "window triple": ({"window": (1, 2, 3)}, TypeError, r"pair.*\(1, 2, 3\)"),
@@ -321,8 +323,9 @@ PACKED["cu_seqlens_k"] = torch.tensor([0, 5, 9])
 BAD_PACKED = {
     "rank": ({"q": Q}, ValueError, r"3-D.*\[2, 4, 5, 8\]"),
     "tokens": ({"v": torch.zeros(8, 2, 8)}, ValueError, r"same tokens and heads.*v=float32\[8, 2, 8\]"),
-    "list": ({"cu_seqlens_q": [0, 2, 6]}, TypeError, r"cu_seqlens_q as a tensor.*\[0, 2, 6\]"),
+    "list": ({"cu_seqlens_q": [0, 2, 6]}, TypeError, r"cu_seqlens_q as a dense tensor.*\[0, 2, 6\]"),
     "float": ({"cu_seqlens_k": torch.tensor([0.0, 5, 9])}, TypeError, r"cu_seqlens_k.*float32\[3\]"),
+    "sparse": ({"cu_seqlens_k": torch.tensor([0, 5, 9]).to_sparse()}, TypeError, "cu_seqlens_k as a dense tensor"),
     "falling": ({"cu_seqlens_k": torch.tensor([0, 10, 9])}, ValueError, r"never decrease.*\[0, 10, 9\]"),
     "start": ({"cu_seqlens_k": torch.tensor([1, 5, 9])}, ValueError, r"start at 0.*\[1, 5, 9\]"),
     "end": ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, ValueError, r"end at 6 tokens.*\[0, 2, 5\]"),

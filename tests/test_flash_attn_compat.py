@@ -106,6 +106,12 @@ def test_window(causal, window):
     close(flash_attn_func(q, k, v, causal=causal, window_size=window), dense(q, k, v, keep=keep)[0])
 
 
+def test_any_negative_window_is_unbounded():
+    q, k, v = tensors((2, 5, 2, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    close(flash_attn_func(q, k, v, window_size=(-5, 2)), flash_attn_func(q, k, v, window_size=(-1, 2)))
+    close(flash_attn_func(q, k, v, window_size=(-7, -9)), flash_attn_func(q, k, v))
+
+
 def test_grouped_heads_are_consecutive():
     """With 6 query heads and 2 key heads, heads 0, 1, 2 use key head 0 and heads 3, 4, 5 key head 1."""
     q, k, v = tensors((2, 5, 6, 8), (2, 7, 2, 8), (2, 7, 2, 8))
@@ -226,6 +232,6 @@ def test_what_is_no_tensor_is_refused_in_words():
         flash_attn_func(q[None], k[None], v[None], alibi_slopes=0.5)
     with pytest.raises(ValueError, match="qkv of shape"):
         flash_attn_varlen_qkvpacked_func([q, k, v], cu, 4)
-    with pytest.raises(TypeError, match=r"cu_seqlens_q as a tensor of int32 or int64; got cu_seqlens_q=\[0, 4\]"):
+    with pytest.raises(TypeError, match=r"cu_seqlens_q as a dense tensor of int32 or int64; got cu_seqlens_q=\[0, 4\]"):
         flash_attn_varlen_func(q, k, v, [0, 4], [0, 4], 4, 4)
     close(flash_attn_varlen_func(q, k, v, cu, cu, None, None), flash_attn_varlen_func(q, k, v, cu, cu, 4, 4))

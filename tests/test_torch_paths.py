@@ -414,3 +414,15 @@ def test_on_cuda(case: Case, cuda: torch.device) -> None:
     got = call(case)(**there, return_lse=True, backend="torch_chunked")
     expected = call(case)(**given, return_lse=True, backend="torch_chunked")
     torch.testing.assert_close([t.cpu() for t in got], list(expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0}, {"window": (3, 3)}])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_results_may_be_changed_in_place(options, kv_heads):
+    """They are no views to autograd; the backward needs out as it was, and says so, as SDPA's does."""
+    q, k, v = (torch.randn(2, heads, 20, 16, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    out, lse = adatom.attention(q, k, v, return_lse=True, **options)
+    lse += 1.0
+    out += q
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -51,7 +51,7 @@ def command(
     tune: Annotated[
         bool, typer.Option("--tune", help="Search tile configurations; --group fwd or 'fwd half 64'.")
     ] = False,
-    budget: Annotated[float, typer.Option(help="Start no new case after this many seconds.")] = 350.0,
+    budget: Annotated[float, typer.Option(min=0, help="Start no new case after this many seconds.")] = 350.0,
     from_file: Annotated[
         Path | None, typer.Option("--tables", exists=True, help="Print the tables of a results file.")
     ] = None,

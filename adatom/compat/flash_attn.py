@@ -16,6 +16,8 @@ flash_attn_with_kvcache is not here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from adatom.check import readable, require
@@ -43,7 +45,8 @@ def flash_attn_func(
         q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
         dropout_p: must be 0.
         softmax_scale: default 1 / sqrt(head_dim).
-        causal, window_size: aligned bottom-right: query i stands at key i + seqlen_k - seqlen_q; -1 is unbounded.
+        causal, window_size: aligned bottom-right: query i stands at key i + seqlen_k - seqlen_q; -1, or less, is
+            unbounded.
         softcap: 0 is none.
         alibi_slopes: float (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
             Differentiable, unlike flash-attn's.
@@ -61,7 +64,7 @@ def flash_attn_func(
         v.transpose(1, 2),
         bias=None if alibi_slopes is None else _alibi(alibi_slopes, q, k),
         causal=causal,
-        window=window_size,
+        window=_window(window_size),
         softcap=softcap or None,
         scale=softmax_scale,
         return_lse=return_attn_probs,
@@ -160,7 +163,7 @@ def flash_attn_varlen_func(
             longest = int(cu_seqlens.diff().max())
             require(longest <= most, f"max_seqlen_{name} of at least the longest sequence, {longest}", max_seqlen=most)
     result = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, window=window_size, softcap=softcap or None,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, window=_window(window_size), softcap=softcap or None,
         scale=softmax_scale, return_lse=return_attn_probs, backend="deterministic" if deterministic else None,
     )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result
@@ -216,6 +219,12 @@ def flash_attn_varlen_qkvpacked_func(
 def _dims(*tensors: torch.Tensor) -> set[int | None]:
     """How many dimensions these have; None for what is no tensor."""
     return {t.dim() if isinstance(t, torch.Tensor) else None for t in tensors}
+
+
+def _window(window_size: tuple[int, int]) -> Any:
+    """window_size with -1 for what is below: flash-attn takes any negative number as unbounded."""
+    numbers = isinstance(window_size, (tuple, list)) and all(isinstance(w, int) for w in window_size)
+    return tuple(max(w, -1) for w in window_size) if numbers else window_size
 
 
 def _refuse_dropout(dropout_p: float) -> None:

@@ -357,8 +357,8 @@ def _checked(
     if bias is not None:
         bias = _checked_bias(bias, (batch, heads, seqlen_q, seqlen_k), q, k)
     if kv_lens is not None:
-        if not isinstance(kv_lens, torch.Tensor) or kv_lens.dtype not in _INDEX:
-            require(False, "kv_lens as a tensor of int32 or int64", TypeError, kv_lens=kv_lens)
+        if not _dense(kv_lens) or kv_lens.dtype not in _INDEX:
+            require(False, "kv_lens as a dense tensor of int32 or int64", TypeError, kv_lens=kv_lens)
         if kv_lens.shape != (batch,) or kv_lens.device != q.device:
             require(False, f"kv_lens of shape ({batch},) on q's device", q=q, kv_lens=kv_lens)
         if readable(kv_lens) and kv_lens.numel():
@@ -396,8 +396,8 @@ def _checked_varlen(
         require(False, "k and v of the same tokens and heads", q=q, k=k, v=v)
     _check_common(q, k, v, heads, kv_heads, head_dim, head_dim_k, sinks)
     for name, cu, tokens in (("cu_seqlens_q", cu_seqlens_q, tokens_q), ("cu_seqlens_k", cu_seqlens_k, tokens_k)):
-        if not isinstance(cu, torch.Tensor) or cu.dtype not in _INDEX:
-            require(False, f"{name} as a tensor of int32 or int64", TypeError, **{name: cu})
+        if not _dense(cu) or cu.dtype not in _INDEX:
+            require(False, f"{name} as a dense tensor of int32 or int64", TypeError, **{name: cu})
         if cu.dim() != 1 or not cu.numel() or cu.shape != cu_seqlens_q.shape or cu.device != q.device:
             require(
                 False,
@@ -437,8 +437,8 @@ def _check_common(
     if not (q.device == k.device == v.device):
         require(False, "q, k, v on one device", q=q, k=k, v=v)
     if sinks is not None:
-        if not isinstance(sinks, torch.Tensor) or sinks.dtype not in _FLOATS:
-            require(False, "sinks as a tensor of a float dtype", TypeError, sinks=sinks)
+        if not _dense(sinks) or sinks.dtype not in _FLOATS:
+            require(False, "sinks as a dense tensor of a float dtype", TypeError, sinks=sinks)
         if sinks.shape != (heads,) or sinks.device != q.device:
             require(False, f"sinks of shape ({heads},) on q's device", q=q, sinks=sinks)
 
@@ -505,6 +505,10 @@ def _options(
     if causal is None or isinstance(causal, (str, torch.Tensor)):
         require(False, "causal as True or False", TypeError, causal=causal)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
+
+
+def _dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

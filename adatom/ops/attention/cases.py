@@ -500,7 +500,8 @@ BENCH: dict[str, tuple[Case, ...]] = {
         _square(f"({b},{h},{s},{d}) {kind_of(*kind)}", b, h, s, d, *kind)
         for b, h, s, d in ((1, 16, 4096, 64), (1, 16, 8192, 64), (8, 8, 512, 64))
         for kind in _TRAINED
-    ),
+    )
+    + (_square("(1,16,65536,64) bf16", 1, 16, 65536, 64, BF16),),
     "neighbours": (  # each atom's neighbours attend to each other, under a bias for each of them
         *(_square(f"10000 x 64 D16 {kind_of(*kind)}", 10_000, 8, 64, 16, *kind, bias="b11k") for kind in _TRAINED),
         *(_square(f"200000 x 64 D16 {kind_of(*k)}", 200_000, 8, 64, 16, *k, bias="b11k") for k in _TRAINED[:2]),
@@ -509,7 +510,7 @@ BENCH: dict[str, tuple[Case, ...]] = {
     "jvp": tuple(_square(f"(4,8,2048,64) {kind_of(*kind)}", 4, 8, 2048, 64, *kind) for kind in _TRAINED),
     "gqa": tuple(
         _square(f"32/{kv} heads {'causal ' if causal else ''}S4096", 8, 32, 4096, 128, BF16, kv_heads=kv, causal=causal)
-        for kv in (8, 1)
+        for kv in (8, 4, 1)
         for causal in (False, True)
     ),
     "varlen": tuple(
@@ -525,7 +526,10 @@ BENCH: dict[str, tuple[Case, ...]] = {
         for s in (4096, 16384)
     ),
     "short": tuple(
-        _square(f"S{s} D{d}", _TOKENS // s, 1024 // d, s, d, BF16) for d in (64, 128) for s in (64, 128, 256, 512)
+        _square(f"{'causal ' * causal}S{s} D{d}", _TOKENS // s, 1024 // d, s, d, BF16, causal=causal)
+        for causal, lengths in ((False, (64, 128, 256, 512)), (True, (512,)))
+        for d in (64, 128)
+        for s in lengths
     ),
     "decode": tuple(  # queries of (batch, heads, kv_heads) over so many keys
         Case(f"({b},{h},{kv}) {q} over {k}", b, h, kv, q, k, 128, 128, BF16, causal=q > 1, layout="bshd")

@@ -70,9 +70,19 @@ def _fold(t: Tensor, kv_heads: int) -> Tensor:
     return t if t.shape[1] == kv_heads else t.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
+def _reshaped(result: Tensor, shape: torch.Size) -> Tensor:
+    """`result` in another shape; no view to autograd, which would refuse to change a Function's view in place."""
+    if result.shape == shape:
+        return result
+    try:
+        return torch.ops.aten._unsafe_view(result, shape)
+    except RuntimeError:  # its strides allow no view
+        return result.reshape(shape)
+
+
 def _stored(result: Tensor, like: Tensor) -> Tensor:
     """`result` with the shape and memory order of `like`: itself where it has them."""
-    result = result.reshape(like.shape)
+    result = _reshaped(result, like.shape)
     return result if result.stride() == like.stride() else empty_like(like).copy_(result)
 
 
@@ -114,7 +124,7 @@ def _plain_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     result, result_lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=o.scale)
     if mask is not None:  # it gives 0 to a row that sees nothing
         result_lse.masked_fill_(_hidden(mask, causal), -torch.inf)
-    return _stored(result, x.q), result_lse.reshape(x.q.shape[:3]).contiguous()
+    return _stored(result, x.q), _reshaped(result_lse.contiguous(), x.q.shape[:3])
 
 
 def _summed(grad: Tensor, like: Tensor) -> Tensor:

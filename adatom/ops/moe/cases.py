@@ -179,6 +179,7 @@ SMALL: tuple[Case, ...] = (
     _case("bf16 one token recompute", (), 256, 24, 6, 2, BF16, recompute=True),
     _case("f16 one token dropped", 1, 264, 21, 6, 5, F16, "gelu", recompute=True, routing="dropped", layout="xw"),
     _case("bf16 no tokens", (0, 3), 32, 24, 6, 2, BF16),
+    _case("bf16 512 experts", (2, 150), 32, 24, 512, 8, BF16),
 )
 GPU: tuple[Case, ...] = (
     *SMALL,
