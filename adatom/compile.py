@@ -42,7 +42,7 @@ DEVICES = {
     100: Device("cuda", 100, 148, 232448),
     120: Device("cuda", 120, 170, 101376),
 }
-QUICK_ARCHS = (80, 90, 100)
+QUICK_ARCHS = (80, 86, 90, 100)
 
 
 class Spec(NamedTuple):
