@@ -13,9 +13,13 @@ from torch import nn
 import adatom
 
 
-def by_definition(q, k, v, bias):
-    """softmax(q k^T / sqrt(head_dim) + bias) v, with every score in memory."""
-    return ((q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)) @ v
+def by_definition(q, k, v, bias, kv_lens=None):
+    """softmax(q k^T / sqrt(head_dim) + bias) v, with every score in memory. kv_lens: keys that exist, at least one."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+    if kv_lens is not None:
+        hidden = torch.arange(k.shape[-2], device=k.device) >= kv_lens[..., None, None, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
 
 
 class TriangleAttention(nn.Module):
@@ -60,15 +64,16 @@ class AttentionPairBias(nn.Module):
         return self.out((attention(q, k, v, bias=bias) * g.sigmoid()).transpose(1, 2).flatten(2))
 
 
-def difference(block, *inputs, repeats: int = 1) -> float:
-    """Largest difference of the output and all gradients between adatom and the definition, over 1 + their norm."""
+def difference(block, *inputs, repeats: int = 1, **options) -> float:
+    """Largest difference of the output and all gradients between adatom and the definition, over 1 + their norm.
+    options: of the block, as `lengths`."""
 
-    def dense(q, k, v, bias):
-        return by_definition(q, k, v, bias.repeat_interleave(repeats, 0))
+    def dense(q, k, v, bias, **masks):
+        return by_definition(q, k, v, bias.repeat_interleave(repeats, 0), **masks)
 
     results = []
     for attention in (adatom.attention, dense):
-        out = block(*inputs, attention=attention)
+        out = block(*inputs, attention=attention, **options)
         wanted = [*inputs, *block.parameters()]
         results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
     return max(((a - b).norm() / (1 + b.norm())).item() for a, b in zip(*results))
@@ -81,9 +86,14 @@ def main() -> float:
     try:
         z = torch.randn(2, 24, 24, 32, requires_grad=True)
         s = torch.randn(2 * 3, 24, 96, requires_grad=True)
+        lengths = torch.tensor([24, 17])
         differences = {
             "triangle attention, starting node": difference(TriangleAttention(32), z),
             "triangle attention, ending node": difference(TriangleAttention(32, starting=False), z),
+            "triangle attention, padded": difference(TriangleAttention(32), z, lengths=lengths),
+            "triangle attention, ending node, padded": difference(
+                TriangleAttention(32, starting=False), z, lengths=lengths
+            ),
             "attention with pair bias, 3 samples": difference(AttentionPairBias(96, 32, 4), s, z, repeats=3),
         }
     finally:

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -40,6 +41,20 @@ def test_huggingface():
 
 def test_pair_bias():
     assert example("pair_bias").main() < 1e-12
+
+
+def test_pair_bias_of_padded_tokens():
+    """What padding holds changes nothing that exists, by adatom and by definition."""
+    module = example("pair_bias")
+    torch.manual_seed(0)
+    for starting in (True, False):
+        block = module.TriangleAttention(8, 2, 4, starting=starting).double()
+        z = torch.randn(2, 7, 7, 8, dtype=torch.float64, requires_grad=True)
+        lengths = torch.tensor([7, 4])
+        assert module.difference(block, z, lengths=lengths) < 1e-12
+        alone = block(z[1:, :4, :4], attention=module.by_definition)
+        padded = block(z, lengths=lengths, attention=module.by_definition)[1:, :4, :4]
+        torch.testing.assert_close(padded, alone)
 
 
 def test_every_example_is_tested():

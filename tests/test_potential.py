@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from adatom.potential import fit
 from adatom.potential import graph as neighbours
 from adatom.potential import model as potentials
 from adatom.potential.graph import graph
 from adatom.potential.model import Potential, harmonics, plain
 
 F64 = torch.float64
+MOLECULE = np.array([3, 17, 8]), np.array([[0.0, 0, 0], [2.0, 0, 0], [1.0, 1, 1]]), None
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,9 +98,18 @@ def test_selected_structures_predict_the_same(model):
     close(model.predict(roomy).energies, some.energies[[2, 0]])
 
 
-def test_unknown_elements_are_refused(model):
-    with pytest.raises(ValueError, match=r"got atomic numbers \[26\]"):
-        predict(model, (np.array([26]), np.zeros((1, 3)), None))
+def test_no_structure_is_selected(model):
+    none = graph([salt()], *model.sees).select(torch.zeros(0, dtype=torch.int64))
+    found = model.predict(none)
+    assert found.energies.shape == (0,) and found.forces.shape == (0, 3) and found.stresses.shape == (0, 3, 3)
+    with pytest.raises(TypeError, match=r"an integer index \(n,\) on the CPU; got structures=bool"):
+        none.select(torch.zeros(0, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("number", [26, 12.5])
+def test_unknown_elements_are_refused(model, number):
+    with pytest.raises(ValueError, match=rf"elements among .*; got numbers=\[{number}\]"):
+        predict(model, (np.array([number]), np.zeros((1, 3)), None))
 
 
 @pytest.mark.parametrize("where", ["nothing", "positions", "cell"])
@@ -127,6 +138,30 @@ def test_what_is_no_structure_is_refused(model, change, says):
         predict(model, change(*salt()))
     with pytest.raises(ValueError, match="at least one structure"):
         graph([], *model.sees)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"degree": 3}, "degree 1 or 2; got degree=3"),
+        ({"cutoff": -1.0}, "a positive cutoff in Å; got cutoff=-1.0"),
+        ({"cutoff": float("nan")}, "a positive cutoff"),
+        ({"elements": (3, 17, 3)}, r"different elements .*; got elements=\(3, 17, 3\)"),
+        ({"elements": (3, 17.5)}, "atomic number"),
+        ({"elements": ()}, "at least one"),
+    ],
+)
+def test_what_is_no_potential_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        Potential(**options)
+    if options.keys() & {"elements", "cutoff"}:
+        with pytest.raises(ValueError, match=says):
+            graph([salt()], **{"elements": (12, 8), "cutoff": 4.0} | options)
+
+
+def test_a_graph_without_slots_is_refused(model):
+    with pytest.raises(ValueError, match="a multiple of at least 1; got multiple=0"):
+        graph([salt()], *model.sees, multiple=0)
 
 
 # Derivatives ---------------------------------------------------------------------------------------------------------
@@ -179,6 +214,25 @@ def test_gradient_of_a_force_loss_is_right(model):
             values.append(loss().detach())
         p.data.add_(direction, alpha=h)
         close((values[0] - values[1]) / (2 * h), (grad * direction).sum(), 1e-6)
+
+
+def test_a_molecule_leaves_the_gradient_of_a_loss_finite(model):
+    """Its stress is NaN, and what no label is known for must not reach the weights."""
+    g = graph([MOLECULE, salt()], *model.sees)
+    stresses = torch.full((2, 3, 3), torch.nan, dtype=F64)
+    data = fit.Data(g, torch.zeros(2, dtype=F64), torch.zeros(len(g.species), 3, dtype=F64), stresses, ["", ""])
+    found = model.predict(g, training=True)
+    assert found.stresses[0].isnan().all() and found.stresses[1].isfinite().all()
+    grads = torch.autograd.grad(fit.loss(found, data), list(model.parameters()))
+    assert all(grad.isfinite().all() for grad in grads) and any((grad != 0).any() for grad in grads)
+
+
+def test_inference_mode_is_refused(model):
+    g = graph([salt()], *model.sees)
+    with torch.no_grad():
+        close(model.predict(g).energies, model(g))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"expected torch.no_grad\(\) instead of"):
+        model.predict(g)
 
 
 def test_the_plain_model_is_the_same_model(model):

@@ -132,6 +132,19 @@ def test_fitting_improves_is_deterministic_and_goes_on_where_it_stopped(tiny, da
     assert errors(whole, data["train"]).force < 0.97 * before and [h[0] for h in first.history] == [12, 24]
 
 
+def test_plans_and_splits_that_are_none_are_refused(tiny, data):
+    for plan in (Plan(0), Plan(-3), Plan(5, batch=0), Plan(5, warmup=0), Plan(5, every=0)):
+        with pytest.raises(ValueError, match="at least 1 of steps, batch, .*; got plan="):
+            fit(copy.deepcopy(tiny), data["train"], data["test"], plan)
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"more than 0 seconds; got plan=.*seconds={seconds}"):
+            fit(copy.deepcopy(tiny), data["train"], data["test"], Plan(5, seconds=seconds))
+    with pytest.raises(ValueError, match="one of train, test, unseen, dft; got split='nonsense'"):
+        load("nonsense", tiny)
+    none = data["train"].select(torch.zeros(0, dtype=torch.int64))
+    assert len(none.energies) == len(none.forces) == len(none.names) == 0
+
+
 def test_training_script(tmp_path, monkeypatch, data):
     train = script("train")
     monkeypatch.setitem(train.MODES, "small", (Plan(4, batch=2, every=2), TINY))
@@ -156,6 +169,17 @@ def test_training_script(tmp_path, monkeypatch, data):
     assert result.exit_code == 0 and train.restore(out / "checkpoint.pt")[3].step == 6
     assert CliRunner().invoke(app, ["--mode", "huge"]).exit_code == 2
     assert CliRunner().invoke(app, ["--resume", str(tmp_path / "nothing.pt")]).exit_code == 2
+    for option in ("--steps=0", "--steps=-3", "--seconds=0", "--seconds=-1"):
+        result = CliRunner().invoke(app, [*done, option])
+        assert result.exit_code == 2 and "Invalid value for" in result.output
+    result = CliRunner().invoke(app, [*done, "--seconds", "0.001", "--steps", "900"])  # then time is up
+    assert result.exit_code == 0 and 6 < train.restore(out / "checkpoint.pt")[3].step < 20
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "empty.pt").touch()
+    for name in ("other", "text", "empty"):
+        result = CliRunner().invoke(app, ["--resume", str(tmp_path / f"{name}.pt")], env={"COLUMNS": "400"})
+        assert result.exit_code == 2 and "is no checkpoint of train.py" in result.output
     if not torch.cuda.is_available():
         assert "no CUDA device" in CliRunner().invoke(app, ["--device", "cuda"]).output
 
@@ -202,6 +226,11 @@ def test_calculator(monkeypatch, tiny):
     energies = calculator.dynamics(atoms, kelvin=100, femtoseconds=1.0, steps=40)
     assert energies.shape == (41, 2)
     assert np.ptp(energies.sum(1)) < 0.02 * np.ptp(energies[:, 1])
+    app = calculator.typer.Typer()
+    app.command()(calculator.main)
+    for option in ("--steps=0", "--steps=-5", "--femtoseconds=0", "--kelvin=-1"):
+        result = CliRunner().invoke(app, [str(Path(__file__)), option])
+        assert result.exit_code == 2 and "Invalid value for" in result.output
     atoms.pbc = (True, False, False)
     with pytest.raises(ValueError, match="periodic in all directions or none"):
         atoms.get_potential_energy()

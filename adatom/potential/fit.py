@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from adatom.check import require
 from adatom.potential.graph import Graph, graph
 from adatom.potential.model import Potential, Prediction
 
@@ -40,10 +41,8 @@ class Data(NamedTuple):
         return Data(self.graph.to(device, dtype), self.energies.to(device), forces, stresses, self.names)
 
     def select(self, structures: Tensor) -> Data:
-        """Some of the structures, by an index (n,) on the CPU."""
-        ends = self.graph.sizes.cumsum(0)[structures]
-        sizes = self.graph.sizes[structures]
-        atoms = torch.cat([torch.arange(int(e - s), int(e)) for e, s in zip(ends, sizes)]).to(self.forces.device)
+        """Some of the structures, by an integer index (n,) on the CPU."""
+        atoms = self.graph.atoms(structures).to(self.forces.device)
         at = structures.to(self.forces.device)
         names = [self.names[int(i)] for i in structures]
         return Data(self.graph.select(structures), self.energies[at], self.forces[atoms], self.stresses[at], names)
@@ -51,7 +50,8 @@ class Data(NamedTuple):
 
 def load(split: str, model: Potential, most: int | None = None, multiple: int = 8) -> Data:
     """Structures of one of SPLITS whose elements `model` knows, at most so many; on the CPU, in float64. Slots come in
-    multiples of `multiple`."""
+    multiples of `multiple`. Raises ValueError for another split, and where nothing is left."""
+    require(split in SPLITS, f"a split, one of {', '.join(SPLITS)}", split=split)
     with as_file(files("adatom.potential") / "crystals.npz") as path, np.load(path) as stored:
         raw = {name: stored[name] for name in stored.files}
     ends = raw["counts"].cumsum()
@@ -60,13 +60,9 @@ def load(split: str, model: Potential, most: int | None = None, multiple: int = 
     spans = [slice(ends[i] - raw["counts"][i], ends[i]) for i in some]
     structures = [(raw["numbers"][s], raw["positions"][s], raw["cells"][i]) for i, s in zip(some, spans)]
     g = graph(structures, *model.sees, multiple)
-    return Data(
-        g,
-        torch.from_numpy(raw["energies"][some]),
-        torch.from_numpy(np.concatenate([raw["forces"][s] for s in spans])).double(),
-        torch.from_numpy(raw["stresses"][some]).double(),
-        raw["names"][some].tolist(),
-    )
+    labels = raw["energies"][some], np.concatenate([raw["forces"][s] for s in spans]), raw["stresses"][some]
+    energies, forces, stresses = map(torch.from_numpy, labels)
+    return Data(g, energies, forces.double(), stresses.double(), raw["names"][some].tolist())
 
 
 def composition(g: Graph, elements: int) -> Tensor:
@@ -217,7 +213,9 @@ def fit(
     state: State | None = None,
 ) -> State:
     """Train `model` in place; the same seed gives the same result. `advance` is called after each step. The plan's
-    seconds begin behind the first step, in which kernels may be compiled."""
+    seconds begin behind the first step, in which kernels may be compiled. Raises ValueError for a plan of nothing."""
+    valid = min(plan.steps, plan.batch, plan.warmup, plan.every) >= 1 and plan.seconds > 0
+    require(valid, "at least 1 of steps, batch, warmup and every, and more than 0 seconds", plan=plan)
     optimizer = torch.optim.Adam(model.parameters(), lr=plan.rate, betas=(0.9, 0.98))
     step = 0
     losses: list[Any] = []

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from adatom.check import finite, require
+
 Tensor = torch.Tensor
 
 
@@ -35,30 +37,30 @@ class Graph(NamedTuple):
         moved = {name: getattr(self, name).to(device) for name in names}
         return self._replace(**moved, vectors=self.vectors.to(device, dtype), volumes=self.volumes.to(device, dtype))
 
+    def atoms(self, structures: Tensor) -> Tensor:
+        """(atoms,) int64 on the CPU: the atoms of some of the structures, given by an integer index (n,) on the CPU."""
+        index = isinstance(structures, Tensor) and structures.dtype in (torch.int32, torch.int64)
+        fits = index and structures.dim() == 1 and structures.device.type == "cpu"
+        require(fits, "an integer index (n,) on the CPU", TypeError, structures=structures)
+        sizes = self.sizes[structures]
+        ends, at = self.sizes.cumsum(0)[structures], sizes.cumsum(0)
+        return torch.arange(int(sizes.sum())) + torch.repeat_interleave(ends - at, sizes)
+
     def select(self, structures: Tensor) -> Graph:
-        """Some of the structures, given by an index (n,) on the CPU, with no more slots than they need."""
+        """Some structures, given by an integer index (n,) on the CPU, with no more slots than they need; of none,
+        a Graph without atoms. Raises TypeError for another index."""
+        atoms = self.atoms(structures)
         device, sizes = self.species.device, self.sizes[structures]
-        ends = self.sizes.cumsum(0)
-        atoms = torch.cat([torch.arange(int(end - size), int(end)) for end, size in zip(ends[structures], sizes)])
         systems = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device, non_blocking=True)
         most = self.most[structures]
-        slots, before = -(-int(most.max()) // self.multiple) * self.multiple, self.others.shape[1]
+        slots, before = -(-max([1, *most.tolist()]) // self.multiple) * self.multiple, self.others.shape[1]
         atoms = atoms.to(device, non_blocking=True)
         place = torch.empty_like(self.species)
         place[atoms] = torch.arange(len(atoms), device=device)
-        reverse = self.reverse[atoms, :slots]
-        return Graph(
-            self.species[atoms],
-            self.others[atoms, :slots],
-            self.vectors[atoms, :slots],
-            place[reverse // before] * slots + reverse % before,
-            self.counts[atoms],
-            systems,
-            self.volumes[structures.to(device)],
-            sizes,
-            most,
-            self.multiple,
-        )
+        others, vectors, reverse = (t[atoms, :slots] for t in (self.others, self.vectors, self.reverse))
+        reverse = place[reverse // before] * slots + reverse % before
+        species, counts, volumes = self.species[atoms], self.counts[atoms], self.volumes[structures.to(device)]
+        return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most, self.multiple)
 
 
 def pairs(x: np.ndarray, cell: np.ndarray | None, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -101,6 +103,13 @@ def opposite(i: np.ndarray, j: np.ndarray, shift: np.ndarray) -> np.ndarray:
     return found
 
 
+def require_known(elements: Sequence[int], cutoff: float) -> None:
+    """Raise ValueError unless elements are different atomic numbers, and the cutoff is a positive number."""
+    valid = all(isinstance(e, (int, np.integer)) and e >= 1 for e in elements) and len(elements) == len(set(elements))
+    require(valid and len(elements) > 0, "different elements by atomic number, at least one", elements=elements)
+    require(finite(cutoff, 0) and cutoff > 0, "a positive cutoff in Å", cutoff=cutoff)
+
+
 def graph(
     structures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
     elements: Sequence[int],
@@ -109,30 +118,32 @@ def graph(
 ) -> Graph:
     """The float64 Graph of structures, each (atomic numbers (atoms,), positions (atoms, 3), cell (3, 3) or None).
     Slots come in multiples of `multiple`. Raises ValueError for what is no structure: none, shapes that do not fit, a
-    flat cell, two atoms in one place, an element that is not among `elements`."""
-    if not structures:
-        raise ValueError("expected at least one structure")
+    flat cell, two atoms in one place, an element that is not among `elements`; and for elements that come twice, a
+    cutoff or a multiple that is not positive."""
+    require_known(elements, cutoff)
+    require(isinstance(multiple, int) and multiple >= 1, "a multiple of at least 1", multiple=multiple)
+    require(len(structures) > 0, "at least one structure")
     index = {number: n for n, number in enumerate(elements)}
     parts = []
     for numbers, x, cell in structures:
-        x, cell = np.asarray(x, float), None if cell is None else np.asarray(cell, float)
-        if not len(x) or not all(np.isfinite(t).all() for t in (x, cell) if t is not None):
-            raise ValueError("expected atoms, at finite positions in a finite cell")
-        if x.shape != (len(numbers), 3) or cell is not None and cell.shape != (3, 3):
-            shapes = [t.shape for t in (x, cell) if t is not None]
-            raise ValueError(f"expected positions ({len(numbers)}, 3) and a cell (3, 3); got {shapes}")
-        if cell is not None and abs(np.linalg.det(cell)) < 1e-6:
-            raise ValueError(f"expected a cell that has a volume; got {cell.tolist()}")
-        if unknown := set(map(int, numbers)) - set(index):
-            raise ValueError(f"elements {sorted(elements)} are known; got atomic numbers {sorted(unknown)}")
+        numbers, x = np.asarray(numbers), np.asarray(x, float)
+        cell = None if cell is None else np.asarray(cell, float)
+        exist = x.size > 0 and all(np.isfinite(t).all() for t in (x, cell) if t is not None)
+        require(exist, "atoms, at finite positions in a finite cell")
+        shapes = [t.shape for t in (x, numbers, cell) if t is not None]
+        fit = numbers.ndim == 1 and shapes[0] == (len(numbers), 3) and shapes[2:] in ([], [(3, 3)])
+        require(fit, "positions (n, 3), numbers (n,) and a cell (3, 3)", shapes=shapes)
+        require(cell is None or abs(np.linalg.det(cell)) >= 1e-6, "a cell that has a volume", cell=cell)
+        unknown = sorted(set(numbers.tolist()) - set(index))  # 3.5 is not 3
+        require(not unknown, f"elements among {sorted(elements)}", numbers=unknown)
         i, j, shift = pairs(x, cell, cutoff)
         order = np.argsort(i, kind="stable")
         i, j, shift = i[order], j[order], shift[order]
         degree = np.bincount(i, minlength=len(x))
         slot = np.arange(len(i)) - np.repeat(degree.cumsum() - degree, degree) + 1
         vectors = x[j] - x[i] + (0 if cell is None else shift @ cell)
-        if (np.linalg.norm(vectors, axis=1) < 1e-6).any():
-            raise ValueError("expected atoms in different places; two of them coincide")
+        apart = np.linalg.norm(vectors, axis=1) >= 1e-6
+        require(bool(apart.all()), "atoms in different places; two of them coincide")
         volume = np.nan if cell is None else abs(np.linalg.det(cell))
         kinds = np.array([index[int(n)] for n in numbers])
         parts.append((kinds, i, j, slot, vectors, opposite(i, j, shift), degree + 1, volume))

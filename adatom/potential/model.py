@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import adatom
-from adatom.potential.graph import Graph
+from adatom.check import require
+from adatom.potential.graph import Graph, require_known
 from adatom.potential.parts import seen, silu, swap, turn
 
 Tensor = torch.Tensor
@@ -99,7 +100,8 @@ class Prediction(NamedTuple):
 class Potential(nn.Module):
     """Energy of atoms from their neighbours within `cutoff` Å. `attend` computes attention: `fused` or `plain`.
 
-    `elements` are atomic numbers. head_dim is `scalars` + 3, or + 8 with `degree` 2: keep it a multiple of 8.
+    `elements` are atomic numbers. head_dim is `scalars` + 3, or + 8 with `degree` 2: keep it a multiple of 8. Raises
+    ValueError for elements that are none or come twice, a cutoff that is not positive, and other degrees.
     """
 
     waves: Tensor
@@ -121,6 +123,8 @@ class Potential(nn.Module):
         attend: Attend = fused,
     ) -> None:
         super().__init__()
+        require_known(elements, cutoff)
+        require(degree in (1, 2), "harmonics up to degree 1 or 2", degree=degree)
         self.elements, self.cutoff, self.degree, self.attend = tuple(elements), cutoff, degree, attend
         features = radial + 2 * len(self.elements) + 1
         self.embed = nn.Sequential(nn.Linear(features, width), Silu(), nn.Linear(width, width))
@@ -177,16 +181,19 @@ class Potential(nn.Module):
 
         The energy depends on positions and cell through the vectors alone, so one gradient gives both: with
         G = dE/dvectors, the force on an atom is the sum of G over its pairs less that over their opposites, and the
-        stress is the sum of vector x G.
+        stress is the sum of vector x G. Raises RuntimeError under torch.inference_mode().
         """
         g = g._replace(vectors=g.vectors.detach().requires_grad_())
         with torch.enable_grad():
             energies = self(g)
+            require(energies.requires_grad, "torch.no_grad() instead of torch.inference_mode()", RuntimeError)
             (pull,) = torch.autograd.grad(energies.sum(), g.vectors, create_graph=training)
         forces = (pull - swap(pull.flatten(0, 1), g.reverse.flatten()).view_as(pull)).sum(1)
         strain = torch.einsum("nia,nib->nab", g.vectors, pull)
         member = (g.systems == torch.arange(len(g.volumes), device=pull.device)[:, None]).to(pull.dtype)
         strain = (member @ strain.flatten(1)).unflatten(1, (3, 3))
-        stresses = (strain + strain.mT) / (2 * g.volumes[:, None, None])
+        volumes, periodic = g.volumes[:, None, None], g.volumes.isfinite()[:, None, None]
+        stresses = (strain + strain.mT) / (2 * torch.where(periodic, volumes, 1.0))  # NaN there would enter gradients
+        stresses = torch.where(periodic, stresses, torch.nan)
         found = Prediction(energies, forces, stresses)
         return found if training else Prediction(*(t.detach() for t in found))

@@ -1,7 +1,8 @@
 """What the potential does around attention, written to be differentiated twice.
 
 Each function is plain PyTorch, for autograd to differentiate, and on a GPU one kernel with the same derivatives
-(triton_parts.py): eager PyTorch takes a pass over memory for each operation of a second derivative.
+(triton_parts.py): eager PyTorch takes a pass over memory for each operation of a second derivative. What is compiled,
+traced, transformed by torch.func or given tangents is plain PyTorch: autograd Functions would lose derivatives there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from adatom.device import facts
@@ -19,7 +20,15 @@ _COMPONENTS = (3, 5)
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether Triton's kernels take x: on a GPU, float32 or float64."""
+    """Whether Triton's kernels take x: on a GPU, float32 or float64, in eager mode without torch.func or tangents."""
+    if (
+        torch.compiler.is_compiling()  # no derivative of a Function's backward is traced
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
     return facts(x.device).kind != "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
@@ -56,7 +65,7 @@ def swap(x: Tensor, reverse: Tensor, add: Tensor | None = None) -> Tensor:
     """x[reverse] (+ add), rows (rows, ...) put where their opposites are; `reverse` is its own inverse."""
     if fuses(x) and x.dim() == 2:
         return _triton().Swap.apply(x, reverse, add)
-    moved: Tensor = _Swap.apply(x, reverse)
+    moved = x.index_select(0, reverse)
     return moved if add is None else moved + add
 
 
@@ -64,16 +73,3 @@ def _triton() -> Any:
     from adatom.potential import triton_parts
 
     return triton_parts
-
-
-class _Swap(Function):
-    """x[reverse], its own inverse and its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reverse: Tensor) -> Tensor:
-        ctx.reverse = reverse
-        return x.index_select(0, reverse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Swap.apply(grads[0], ctx.reverse), None

@@ -56,10 +56,10 @@ def dynamics(atoms: Atoms, kelvin: float, femtoseconds: float, steps: int, seed:
 
 
 def main(
-    checkpoint: Annotated[Path, typer.Argument(exists=True)],
-    kelvin: float = 300.0,
-    femtoseconds: float = 2.0,
-    steps: int = 500,
+    checkpoint: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    kelvin: Annotated[float, typer.Option(min=0.0)] = 300.0,
+    femtoseconds: Annotated[float, typer.Option(min=1e-3, help="Of a step.")] = 2.0,
+    steps: Annotated[int, typer.Option(min=1)] = 500,
     double: Annotated[bool, typer.Option(help="float64 instead of float32.")] = False,
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:

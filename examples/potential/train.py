@@ -6,6 +6,7 @@ python train.py --resume runs/full/checkpoint.pt    # --steps and --seconds: fur
 """
 
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,11 +31,16 @@ def save(path: Path, model: Potential, options: dict[str, Any], plan: Plan, stat
 
 
 def restore(path: Path, device: torch.device | str = "cpu") -> tuple[Potential, dict[str, Any], Plan, State]:
-    """What `save` wrote."""
-    content = torch.load(path, map_location=device, weights_only=True)
-    model = Potential(**content["options"]).to(device)
-    model.load_state_dict(content["model"])
-    return model, content["options"], Plan(**content["plan"]), State(**content["state"])
+    """What `save` wrote. Raises typer.BadParameter for what it did not."""
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        options, weights = content["options"], content["model"]
+        plan, state = Plan(**content["plan"]), State(**content["state"])
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
+        raise typer.BadParameter(f"{path} is no checkpoint of train.py ({type(error).__name__})") from error
+    model = Potential(**options).to(device)
+    model.load_state_dict(weights)
+    return model, options, plan, state
 
 
 def plot(path: Path, state: State, parity: dict[str, tuple[Data, Prediction]]) -> None:
@@ -96,10 +102,14 @@ def main(
     mode: Annotated[str, typer.Option(help="small or full.")] = "small",
     out: Annotated[Path | None, typer.Option(help="Folder of results; default runs/MODE, or that of --resume.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Instead of the mode's.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Train for so long instead of the mode's time.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the mode's.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1e-3, help="Train for so long instead of the mode's time.")
+    ] = None,
     seed: int = 0,
-    resume: Annotated[Path | None, typer.Option(exists=True, help="A checkpoint to go on from.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A checkpoint to go on from.")
+    ] = None,
     reference: Annotated[bool, typer.Option(help="PyTorch's dense attention instead of adatom's.")] = False,
 ) -> None:
     """Fit energies, forces and stresses, and report errors on what was held out."""
@@ -118,7 +128,9 @@ def main(
         plan, model = plan._replace(seed=seed), Potential(**options).to(where)
     else:
         model, options, plan, state = restore(resume, where)
-    plan = plan._replace(steps=steps or plan.steps, seconds=seconds or plan.seconds)
+    plan = plan._replace(
+        steps=plan.steps if steps is None else steps, seconds=plan.seconds if seconds is None else seconds
+    )
     if reference:
         model.attend = plain
     console.print(f"{sum(p.numel() for p in model.parameters())} parameters on {where}; reading crystals")
