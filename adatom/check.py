@@ -50,8 +50,9 @@ def readable(x: torch.Tensor) -> bool:
 def require(condition: bool, expected: str, error: type[Exception] = ValueError, /, **given: Any) -> None:
     """Raise `error` saying what was expected and what was given, unless `condition` holds.
 
-    `given` are the offending values by name; tensors are printed as dtype, shape and device.
+    `given` are the offending values by name, without optional ones that were not given; tensors are printed as dtype,
+    shape and device.
     """
     if not condition:
-        listed = ", ".join(f"{name}={describe(value)}" for name, value in given.items() if value is not None)
+        listed = ", ".join(f"{name}={describe(value)}" for name, value in given.items())
         raise error(f"adatom: expected {expected}; got {listed}" if listed else f"adatom: expected {expected}")

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from adatom.check import require
+from adatom.check import require, require_dense
 from adatom.ops.attention.api import attention
+from adatom.ops.attention.api import options_of as attention_options
 from adatom.ops.gated.api import mlp
-from adatom.ops.linear.api import linear
+from adatom.ops.linear.api import linear, options_of
 from adatom.ops.moe.api import moe_routed
-from adatom.ops.moe.routing import moe_route, within_capacity
+from adatom.ops.moe.routing import check_routing, moe_route, whole, within_capacity
 from adatom.ops.norm.api import layer_norm, rms_norm
 
 
@@ -27,30 +28,17 @@ class Attention(nn.Module):
         sinks: whether each head learns a sink, a logit that takes part in its softmax and attends to nothing.
         causal, window, softcap, scale, precision, backend: as in `adatom.attention`.
 
-    What nn.MultiheadAttention computes, without dropout and without returning weights; `from_torch` copies one.
+    What nn.MultiheadAttention computes, without dropout and without weights: it returns the result alone, and takes no
+    `need_weights`. `from_torch` copies one.
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        qkv_bias: bool = True,
-        out_bias: bool = True,
-        sinks: bool = False,
-        causal: bool = False,
-        window: tuple[int | None, int | None] | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        precision: str | None = None,
-        backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, embed_dim: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
+        key_dim: int | None = None, value_dim: int | None = None, qkv_bias: bool = True, out_bias: bool = True,
+        sinks: bool = False, causal: bool = False, window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None, scale: float | None = None, precision: str | None = None,
+        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
@@ -61,6 +49,7 @@ class Attention(nn.Module):
         self.embed_dim, self.head_dim = embed_dim, embed_dim // heads if head_dim is None else head_dim
         if self.head_dim < 1:
             require(False, "a head_dim of at least 1", head_dim=self.head_dim)
+        attention_options(self.head_dim, causal, window, softcap, scale, precision)
         self.causal, self.window, self.softcap, self.scale = causal, window, softcap, scale
         self.precision, self.backend = precision, backend
         self.q = nn.Linear(embed_dim, heads * self.head_dim, qkv_bias, device, dtype)
@@ -70,16 +59,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        *,
-        bias: torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *,
+        bias: torch.Tensor | None = None, kv_lens: torch.Tensor | None = None, attn_mask: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Attend from `query` to `key` and `value`; both default to what stands before them.
 
         Args:
@@ -96,7 +79,11 @@ class Attention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        require(query.dim() == 3, "a query of shape (batch, seqlen_q, embed_dim)", query=query)
+        tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "padding": key_padding_mask}
+        for name, t in tensors.items():
+            optional = t is None and name not in ("query", "key", "value")
+            require(optional or isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})
+        require(query.dim() == key.dim() == 3, "a query and a key (batch, length, features)", query=query, key=key)
         if attn_mask is not None:
             if attn_mask.dim() not in (2, 3) or attn_mask.dim() == 3 and attn_mask.shape[0] != len(query) * self.heads:
                 require(False, "an attn_mask ([batch * heads,] seqlen_q, seqlen_k)", query=query, attn_mask=attn_mask)
@@ -104,21 +91,16 @@ class Attention(nn.Module):
                 attn_mask = attn_mask.unflatten(0, (query.shape[0], self.heads))
             bias = _and(bias, _attending(attn_mask))
         if key_padding_mask is not None:
+            fits = key_padding_mask.shape == key.shape[:2]
+            require(fits, "a key_padding_mask (batch, seqlen_k)", key=key, key_padding_mask=key_padding_mask)
             bias = _and(bias, _attending(key_padding_mask)[:, None, None])
         result = attention(
             self.q(query).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2),
             self.k(key).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2),
             self.v(value).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2),
-            bias=bias,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            kv_lens=kv_lens,
-            scale=self.scale,
-            precision=self.precision,
-            backend=self.backend,
-        )
+            bias=bias, causal=self.causal, window=self.window, softcap=self.softcap, sinks=self.sinks, kv_lens=kv_lens,
+            scale=self.scale, precision=self.precision, backend=self.backend,
+        )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return self.out(result.transpose(1, 2).flatten(2))
 
@@ -227,12 +209,13 @@ class MoE(nn.Module):
         dim: features of x. hidden: of each expert. experts, top_k: how many there are, and how many a token goes to.
         shared: features of the shared expert, which is added with weight 1; 0: there is none.
         selection_bias: whether there is a buffer `selection_bias` (experts,), 0 at first, which the training loop moves
-            to balance the experts (DeepSeek-V3).
+            to balance the experts (DeepSeek-V3). It stays float32 when the module is cast: its steps are small.
         router_dtype: of the router's product; default x's. The router's weight is a parameter `router` (experts, dim).
         renormalize, scoring, groups, scale, capacity: as in `adatom.moe_route`; activation, recompute, backend: as in
             `adatom.moe_routed`.
 
     The experts' weights are parameters `gate_up` (experts, 2 * hidden, dim) and `down` (experts, dim, hidden).
+    ValueError and TypeError for what does not fit: of the arguments here, of x when it is called.
     """
 
     selection_bias: torch.Tensor | None
@@ -245,6 +228,13 @@ class MoE(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        fits = whole(experts, 1) and all(whole(n, 0) for n in (dim, hidden, shared))
+        sizes = {"dim": dim, "hidden": hidden, "experts": experts, "shared": shared}
+        require(fits, "integers: experts of at least 1, dim, hidden and shared of at least 0", **sizes)
+        check_routing(experts, top_k, scoring, groups, scale, capacity)
+        options_of(activation, True, None)
+        fits = router_dtype is None or isinstance(router_dtype, torch.dtype) and router_dtype.is_floating_point
+        require(fits, "a floating router_dtype", TypeError, router_dtype=router_dtype)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -273,6 +263,7 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor, return_routing: bool = False) -> Any:
         """(..., dim). With return_routing, (that, router_logits (..., experts), indices (..., top_k)), as
         `adatom.load_balancing_loss` takes them: indices are those before pairs are dropped for capacity."""
+        self._check(x)
         if self.router_dtype is None:
             logits = nn.functional.linear(x, self.router)
         else:
@@ -293,6 +284,26 @@ class MoE(nn.Module):
             )  # fmt: skip
         return (out, logits, chosen) if return_routing else out
 
+    def _check(self, x: Any) -> None:
+        """What the router asks of x; `moe_routed` checks the rest."""
+        require(isinstance(x, torch.Tensor), "a tensor x", TypeError, x=x)
+        require_dense(x)
+        router, floats = self.router, x.is_floating_point()
+        fits = x.dim() > 0 and x.shape[-1] == router.shape[1] and x.device == router.device
+        require(fits, "x (..., dim) on the device of the router (experts, dim)", x=x, router=router)
+        if floats and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            floats = (x.dtype == torch.float64) == (router.dtype == torch.float64)  # the only one that is not cast
+        elif self.router_dtype is None:
+            floats = x.dtype == router.dtype
+        require(floats, "a floating x of the router's dtype", TypeError, x=x, router=router)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
+
     def extra_repr(self) -> str:
         experts, _, dim = self.gate_up.shape
         return f"dim={dim}, hidden={self.down.shape[2]}, experts={experts}, top_k={self.top_k}"
@@ -307,18 +318,11 @@ class Linear(nn.Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        activation: str | None = None,
-        recompute: bool = False,
-        precision: str | None = None,
-        backend: str | None = None,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, *, activation: str | None = None, recompute: bool = False,
+        precision: str | None = None, backend: str | None = None,
+    ) -> None:  # fmt: skip
+        options_of(activation, False, precision)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.options: dict[str, Any] = {"recompute": recompute, "precision": precision, "backend": backend}
@@ -340,28 +344,18 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        features: int,
-        hidden: int,
-        out_features: int | None = None,
-        *,
-        activation: str = "silu",
-        recompute: bool = False,
-        precision: str | None = None,
-        backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, features: int, hidden: int, out_features: int | None = None, *, activation: str = "silu",
+        recompute: bool = False, precision: str | None = None, backend: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        options_of(activation, True, precision)
         super().__init__()
         self.gate_proj = nn.Linear(features, hidden, False, device, dtype)
         self.up_proj = nn.Linear(features, hidden, False, device, dtype)
         self.down_proj = nn.Linear(hidden, features if out_features is None else out_features, False, device, dtype)
         self.options: dict[str, Any] = {
-            "activation": activation,
-            "recompute": recompute,
-            "precision": precision,
-            "backend": backend,
-        }
+            "activation": activation, "recompute": recompute, "precision": precision, "backend": backend
+        }  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., features) to (..., out_features)."""

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adatom
 import adatom.nn
@@ -75,8 +76,9 @@ def test_second_derivatives_of_some_inputs():
         torch.autograd.gradgradcheck(lambda *a: adatom.linear(*a, activation="gelu"), given)
 
 
-def test_third_derivative():
-    x, w = tensors((2, 3), (4, 3))
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_third_derivative(dtype):
+    x, w = tensors((2, 3), (4, 3), dtype=dtype)
 
     def f(linear):
         first = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)[0]
@@ -85,7 +87,54 @@ def test_third_derivative():
 
     ours = f(lambda x, w: adatom.linear(x, w, activation="silu"))
     for got, want in zip(ours, f(lambda x, w: F.silu(x @ w.mT))):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, rtol=1e-7 if dtype == F64 else 1e-4, atol=1e-7)
+
+
+class _Seen(TorchDispatchMode):
+    """The operators that are called, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.calls.append((op.name(), args))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_second_derivatives_of_float32_multiply_as_precision_says(gated, precision):
+    """PyTorch would on a GPU as torch.backends says: the operator multiplies, for third derivatives too."""
+    x, w, v = tensors((3, 6, 4), (5, 4), (5, 4), dtype=torch.float32)
+    options = {"precision": precision, "backend": "reference"}
+    given = (x, w, v) if gated else (x, w)
+    with _Seen() as seen:
+        out = adatom.swiglu(*given, **options) if gated else adatom.linear(*given, activation="gelu", **options)
+        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+        before = len(seen.calls)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), given, create_graph=True)
+        products = [args for name, args in seen.calls[before:] if name == "adatom::linear_fwd"]
+        torch.autograd.grad(sum(g.square().sum() for g in second), given)
+    assert len(products) == 7 and all(args[6:8] == (precision, "reference") for args in products)
+    assert not {name for name, _ in seen.calls} & {"aten::mm", "aten::addmm", "aten::bmm", "aten::matmul"}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_second_derivatives_in_float32_and_bfloat16(gated):
+    """Of results whose gradients are expanded, too."""
+
+    def second(dtype):
+        torch.manual_seed(0)
+        x, w, v = tensors((3, 6, 4), (5, 4), (5, 4))
+        given = [t.detach().to(dtype).requires_grad_() for t in (x, w, v)[: 2 + gated]]
+        out = adatom.swiglu(*given) if gated else adatom.linear(*given, activation="silu")
+        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(g.sum() for g in first), given)
+
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        for got, want in zip(second(dtype), second(F64)):
+            assert got.dtype == dtype and (got.double() - want).norm() <= tolerance * want.norm()
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -258,7 +307,8 @@ def test_expanded_and_empty():
 
 
 BAD = {
-    "no tensor": ({"x": [1.0]}, TypeError, r"tensors; got x=\[1.0\]"),
+    "no tensor": ({"x": [1.0]}, TypeError, r"tensors; got x=\[1.0\], weight=float32\[5, 4\] on cpu$"),
+    "no weight": ({"weight": None}, TypeError, "tensors; got .*weight=None"),
     "features": ({"x": torch.zeros(3, 5)}, ValueError, r"x \(\.\.\., in\) and weight.*float32\[3, 5\]"),
     "scalar": ({"x": torch.zeros(())}, ValueError, r"x \(\.\.\., in\)"),
     "rank": ({"weight": torch.zeros(2, 5, 4)}, ValueError, r"weight=float32\[2, 5, 4\]"),
@@ -311,6 +361,18 @@ def test_module():
     torch.testing.assert_close(module(x), F.gelu(plain(x)))
     assert "activation=gelu" in repr(module)
     assert adatom.nn.Linear(6, 5, bias=False)(torch.randn(6)).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [({"activation": "foo"}, "relu, gelu.*activation='foo'"), ({"precision": "fp8"}, "tf32x3.*precision='fp8'")],
+)
+def test_bad_modules_are_not_built(wrong, message):
+    for module in (adatom.nn.Linear, adatom.nn.GatedMLP):
+        with pytest.raises(ValueError, match=message):
+            module(4, 5, **wrong)
+    with pytest.raises(ValueError, match="relu, gelu.*activation=None"):
+        adatom.nn.GatedMLP(4, 5, activation=None)
 
 
 def test_transforms():

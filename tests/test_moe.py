@@ -522,6 +522,7 @@ BAD = {
     "top_k": ({"weights": torch.zeros(3, 1)}, ValueError, r"weights and indices \(\.\.\., top_k\)"),
     "tokens": ({"x": torch.zeros(2, 4)}, ValueError, r"weights and indices \(\.\.\., top_k\)"),
     "activation": ({"activation": "tanh"}, ValueError, "relu, gelu.*'tanh'"),
+    "no activation": ({"activation": None}, ValueError, "relu, gelu.*got activation=None"),
     "backend": ({"backend": "cudnn"}, ValueError, "no backend 'cudnn' for moe_fwd"),
 }
 
@@ -541,7 +542,7 @@ def test_bad_logits_are_answered():
         adatom.moe(torch.zeros(3, 4), torch.zeros(2, 5), *experts, top_k=2)
     with pytest.raises(TypeError, match="router_logits"):
         adatom.moe(torch.zeros(3, 4), None, *experts, top_k=2)
-    with pytest.raises(TypeError, match="tensors; got.*w_gate_up"):
+    with pytest.raises(TypeError, match="tensors; got.*w_down=None"):
         adatom.moe(torch.zeros(3, 4), torch.zeros(3, 5), experts[0], None, top_k=2)
 
 

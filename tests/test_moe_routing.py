@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -196,9 +197,15 @@ BAD = {
     "groups of what": ({"groups": (4,)}, ValueError, r"groups \(n, kept\)"),
     "too few": ({"groups": (4, 1), "top_k": 3}, ValueError, "no more experts for a token than its groups have"),
     "sparse": ({"router_logits": torch.zeros(3, 8).to_sparse()}, TypeError, "not sparse or nested"),
-    "scale": ({"scale": None}, ValueError, "a finite scale"),
-    "scale that is infinite": ({"scale": math.inf}, ValueError, "a finite scale; got scale=inf"),
+    "scale": ({"scale": None}, ValueError, "one finite number as scale; got scale=None"),
+    "scale that is infinite": ({"scale": math.inf}, ValueError, "one finite number as scale; got scale=inf"),
+    "scales": ({"scale": torch.ones(3)}, ValueError, r"one finite number as scale; got scale=float32\[3\]"),
     "capacity": ({"capacity": 1.5}, ValueError, "a capacity of 0 or more"),
+    "capacity below 0": ({"capacity": -1}, ValueError, "a capacity of 0 or more pairs; got capacity=-1"),
+    "capacity bool": ({"capacity": True}, ValueError, "capacity=True"),
+    "top_k bool": ({"top_k": True}, ValueError, "got top_k=True"),
+    "top_k None": ({"top_k": None}, ValueError, "got top_k=None"),
+    "None": ({"router_logits": None}, TypeError, "got router_logits=None"),
 }
 
 
@@ -216,6 +223,13 @@ def test_bad_input_of_the_loss_is_answered():
         adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="a bool mask"):
         adatom.load_balancing_loss(torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), mask=torch.ones(3))
+    indices = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="one device.*on cpu.*on meta"):
+        adatom.load_balancing_loss(torch.zeros(3, 8), indices.to("meta"))
+    with pytest.raises(ValueError, match="one device.*on cpu.*on meta"):
+        adatom.load_balancing_loss(torch.zeros(3, 8), indices, mask=torch.ones(3, dtype=torch.bool, device="meta"))
+    with pytest.raises(TypeError, match=r"int32 or int64; got indices=float32\[3, 2\]"):
+        expert_counts(indices.float(), 8)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, on the first use
@@ -294,6 +308,61 @@ def test_second_derivatives_of_frozen_experts_cost_no_sums_over_them():
         assert calls.names.count("adatom::moe_outer") == (3 if experts else 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"scale": 2.5}, {"groups": (3, 2)}], ids=str)
+def test_what_is_not_a_number_is_not_hidden(options):
+    """A softmax with a logit of NaN or +inf, or with none but -inf, is NaN throughout; other tokens never see it."""
+    logits = torch.randn(4, 6, requires_grad=True)
+    with torch.no_grad():
+        logits[0, 3], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
+    weights, indices = adatom.moe_route(logits, 2, **options)
+    assert weights[:3].isnan().all() and ((indices >= 0) & (indices < 6)).all()
+    torch.testing.assert_close(weights[3:], adatom.moe_route(logits[3:], 2, **options)[0])
+    grad = torch.autograd.grad(weights.sum(), logits)[0]
+    assert grad[:3].isnan().any(1).all() and grad[3].isfinite().all()
+
+
+def test_a_compiled_route_hides_nothing_either():
+    logits = torch.randn(3, 6)
+    logits[0, 3], logits[1, 2] = torch.nan, torch.inf
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: adatom.moe_route(x, 2), fullgraph=True)
+    (got, _), (want, _) = compiled(logits), adatom.moe_route(logits, 2)
+    assert got[:2].isnan().all()
+    torch.testing.assert_close(got[2], want[2])
+
+
+def test_one_sigmoid_that_is_not_a_number():
+    logits = torch.tensor([[0.0, torch.nan, 1.0], [0.0, torch.inf, 1.0]])
+    weights, indices = adatom.moe_route(logits, 2, scoring="sigmoid")
+    assert weights[0].isnan().all() and (indices[:, 0] == 1).all()
+    torch.testing.assert_close(weights[1], F.normalize(torch.tensor([1.0, torch.sigmoid(logits[1, 2])]), p=1, dim=0))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_logits_of_minus_infinity_mask_experts(scoring):
+    """As if those experts were not there; a weight of 0 where fewer than top_k are left."""
+    logits = torch.randn(5, 6, dtype=F64)
+    masked = logits.clone()
+    masked[:, 2:5] = -torch.inf
+    masked.requires_grad_()
+    weights, indices = adatom.moe_route(masked, 2, scoring=scoring)
+    left = torch.tensor([0, 1, 5])
+    want, places = adatom.moe_route(logits[:, left], 2, scoring=scoring)
+    torch.testing.assert_close(weights, want)
+    assert torch.equal(indices, left[places])
+    first = torch.autograd.grad(weights[:, 0].sum(), masked, create_graph=True)[0]
+    assert first.isfinite().all() and torch.autograd.grad(first.square().sum(), masked)[0].isfinite().all()
+    masked = torch.where(torch.arange(6) == 3, masked, -torch.inf)
+    masked[:, 3] = 0.5
+    assert adatom.moe_route(masked, 2, scoring=scoring)[0].tolist() == [[1.0, 0.0]] * 5
+
+
+def test_a_scale_may_be_learned():
+    logits, scale = torch.randn(3, 4), torch.tensor(1.0, dtype=F64, requires_grad=True)
+    weights, _ = adatom.moe_route(logits, 2, scale=scale)
+    assert weights.dtype == torch.float32 and torch.autograd.grad(weights.sum(), scale)[0].item() == pytest.approx(3)
+
+
 def test_weights_of_tiny_scores_add_up_to_one():
     logits, bias = torch.tensor([[60.0, 0, 0, 0]]), torch.tensor([-10.0, 0, 0, 0])
     weights, _ = adatom.moe_route(logits, 2, selection_bias=bias)
@@ -324,6 +393,82 @@ def test_module_with_capacity():
     _, logits, _ = half(x.bfloat16(), return_routing=True)
     assert logits.dtype == torch.float32
     assert half.to("meta")(x.bfloat16().to("meta")).shape == x.shape
+
+
+BAD_MODULES = {
+    "capacity": ({"capacity": -1}, ValueError, "capacity of 0 or more pairs; got capacity=-1"),
+    "capacity fraction": ({"capacity": 1.5}, ValueError, "capacity=1.5"),
+    "top_k": ({"top_k": 5}, ValueError, "top_k from 1 to the number of experts; got top_k=5, experts=4"),
+    "experts": ({"experts": 0}, ValueError, "experts of at least 1.*experts=0"),
+    "hidden": ({"hidden": 2.0}, ValueError, "integers.*hidden=2.0"),
+    "shared": ({"shared": -1}, ValueError, "shared of at least 0.*shared=-1"),
+    "scoring": ({"scoring": "foo"}, ValueError, "softmax, sigmoid; got scoring='foo'"),
+    "groups": ({"groups": (3, 1)}, ValueError, r"a divisor of experts.*groups=\(3, 1\), experts=4"),
+    "scale": ({"scale": math.nan}, ValueError, "scale=nan"),
+    "activation": ({"activation": "foo"}, ValueError, "relu, gelu.*activation='foo'"),
+    "no activation": ({"activation": None}, ValueError, "relu, gelu.*activation=None"),
+    "router_dtype": ({"router_dtype": torch.int32}, TypeError, "floating router_dtype; got router_dtype=torch.int32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODULES)
+def test_bad_modules_are_not_built(name):
+    wrong, error, message = BAD_MODULES[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        MoE(**{"dim": 8, "hidden": 4, "experts": 4, "top_k": 2, **wrong})
+
+
+BAD_X = {
+    "None": (None, TypeError, "a tensor x; got x=None"),
+    "features": (torch.zeros(3, 7), ValueError, r"x \(\.\.\., dim\).*x=float32\[3, 7\] on cpu, router=float32\[4, 8\]"),
+    "scalar": (torch.zeros(()), ValueError, r"x \(\.\.\., dim\)"),
+    "device": (torch.zeros(3, 8, device="meta"), ValueError, "on the device of the router.*on meta"),
+    "sparse": (torch.zeros(3, 8).to_sparse(), TypeError, "not sparse or nested"),
+    "dtype": (torch.zeros(3, 8, dtype=torch.bfloat16), TypeError, "of the router's dtype; got x=bfloat16"),
+    "integers": (torch.zeros(3, 8, dtype=torch.int64), TypeError, "a floating x"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_X)
+def test_bad_input_of_a_module_is_answered(name):
+    x, error, message = BAD_X[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        MoE(8, 4, 4, 2)(x)
+
+
+def test_dtypes_that_a_module_takes():
+    """Under autocast those that it casts; with a router_dtype, those of the experts."""
+    m, x = MoE(8, 4, 4, 2), torch.randn(3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert m(x).dtype == m(x.half()).dtype == torch.bfloat16
+        for wrong in (x.double(), x.long()):
+            with pytest.raises(TypeError, match="of the router's dtype"):
+                m(wrong)
+    m = MoE(8, 4, 4, 2, router_dtype=F64)
+    assert m(x).dtype == torch.float32
+    with pytest.raises(TypeError, match="one dtype"):
+        m(x.double())
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double", "float"])
+def test_the_selection_bias_stays_float32(cast):
+    """Steps that balance the experts are lost in 16 bits."""
+    m = MoE(8, 4, 4, 2, selection_bias=True)
+    m.selection_bias += torch.tensor([1.0, 1 + 1e-4, -1, 0])
+    bias = m.selection_bias.clone()
+    x = torch.randn(3, 8)
+    m = getattr(torch.nn.Sequential(m), cast)()[0]
+    assert m.gate_up.dtype == getattr(torch, cast) and "selection_bias" in dict(m.named_buffers())
+    assert m.selection_bias.dtype == torch.float32 and torch.equal(m.selection_bias, bias)
+    assert m(x.to(m.gate_up.dtype)).shape == x.shape
+    other = getattr(MoE(8, 4, 4, 2, selection_bias=True), cast)()
+    other.load_state_dict(m.state_dict())
+    assert other.selection_bias.dtype == torch.float32 and torch.equal(other.selection_bias, bias)
+    for device, dtype in (("meta", None), ("cpu", torch.bfloat16), ("meta", torch.bfloat16)):
+        moved = copy.deepcopy(m).to(device=device, dtype=dtype)
+        assert moved.selection_bias.device.type == device and moved.selection_bias.dtype == torch.float32
+        assert moved.to_empty(device="cpu").selection_bias.is_cpu
+    assert getattr(MoE(8, 4, 4, 2), cast)().selection_bias is None
 
 
 def test_a_compiled_module_drops_the_same_pairs():

@@ -150,8 +150,20 @@ def test_refusals():
         Attention(16, 4, kv_heads=3)
     with pytest.raises(ValueError, match="embed_dim=15, heads=4"):
         Attention(15, 4)
-    with pytest.raises(ValueError, match=r"\(batch, seqlen_q, embed_dim\).*\[3, 16\]"):
+    with pytest.raises(ValueError, match=r"\(batch, length, features\).*query=.*\[3, 16\]"):
         Attention(16, 4)(torch.randn(3, 16))
     for mask in (torch.zeros(7, 3, 3), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"attn_mask \(\[batch \* heads,\] seqlen_q, seqlen_k\)"):
             Attention(16, 4)(torch.randn(2, 3, 16), attn_mask=mask)
+
+
+def test_what_does_not_fit_is_refused_in_words():
+    x, layer = torch.randn(4, 5, 16), Attention(16, 2)
+    with pytest.raises(ValueError, match=r"key_padding_mask \(batch, seqlen_k\).*bool\[2, 5\]"):
+        layer(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
+    for given in ({"query": None}, {"query": x, "key": [1]}, {"query": x, "attn_mask": [1]}):
+        with pytest.raises(TypeError, match="expected tensors; got"):
+            layer(**given)
+    for options in ({"window": 3}, {"softcap": -3.0}, {"scale": "1"}, {"precision": "fp8"}):
+        with pytest.raises((TypeError, ValueError), match="adatom: expected.*" + next(iter(options))):
+            Attention(16, 2, **options)

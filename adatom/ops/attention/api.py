@@ -365,7 +365,7 @@ def _checked(
             low, high = int(kv_lens.min()), int(kv_lens.max())
             if low < 0 or high > seqlen_k:
                 require(False, f"kv_lens between 0 and seqlen_k = {seqlen_k}", smallest=low, largest=high)
-    o = _options(head_dim, causal, window, softcap, scale, precision)
+    o = options_of(head_dim, causal, window, softcap, scale, precision)
     if not torch.compiler.is_exporting():  # an edge that cuts nothing would cost time, but a program is for all lengths
         if o.window_left >= seqlen_k - 1:
             o = o._replace(window_left=-1)
@@ -411,7 +411,7 @@ def _checked_varlen(
                 require(
                     False, f"{name} to start at 0, never decrease and end at {tokens} tokens", **{name: cu.tolist()}
                 )
-    o = _options(head_dim, causal, window, softcap, scale, precision)
+    o = options_of(head_dim, causal, window, softcap, scale, precision)
     sinks, cu_seqlens_q, cu_seqlens_k = _in_order(sinks, cu_seqlens_q, cu_seqlens_k)
     return Inputs(_rows(q), _rows(k), _rows(v), None, sinks, None, cu_seqlens_q, cu_seqlens_k), o
 
@@ -474,7 +474,7 @@ def _side(keys: Any, window: Any) -> Any:
     return operator.index(keys)
 
 
-def _options(
+def options_of(
     head_dim: int,
     causal: bool,
     window: tuple[int | None, int | None] | None,
@@ -482,6 +482,7 @@ def _options(
     scale: float | None,
     precision: str | None,
 ) -> Options:
+    """The options of a call, checked; ValueError and TypeError for what they are not."""
     left = right = -1
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:

@@ -106,11 +106,24 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
     return problem(x, o, recompute), backend
 
 
+def options_of(activation: Any, gated: bool, precision: Any) -> Options:
+    """The options by their names, checked; ValueError for others, and for a gate's activation that is None."""
+    name = "none" if activation is None and not gated else activation
+    if name not in ACTIVATIONS:
+        require(False, f"an activation among {', '.join(ACTIVATIONS)}", activation=activation)
+    if precision is not None and precision not in PRECISIONS:
+        require(False, f"a precision among {', '.join(PRECISIONS)}", precision=precision)
+    return Options(name, gated, precision or "tf32x3")
+
+
 def _checked(
     x: Any, weight: Any, up: Any, bias: Any, activation: str | None, gated: bool, precision: str | None
 ) -> tuple[Any, Any, Any, Any, Options]:
     """The tensors as autocast would give them to F.linear, and the options, checked."""
-    given = {"x": x, "w_gate": weight, "w_up": up} if gated else {"x": x, "weight": weight, "bias": bias}
+    given = {"x": x, "w_gate" if gated else "weight": weight}
+    for name, t in (("w_up", up), ("bias", bias)):
+        if t is not None:
+            given[name] = t
     tensors = all(isinstance(t, torch.Tensor) for t in (x, weight))
     if not tensors or not all(isinstance(t, torch.Tensor) or t is None for t in (up, bias)):
         require(False, "tensors", TypeError, **given)
@@ -135,11 +148,7 @@ def _checked(
         require(False, "a weight (2 * out, in), the gate's rows first", **given)
     if bias is not None and bias.shape != (weight.shape[0],):
         require(False, "bias (out,)", **given)
-    name = "none" if activation is None else activation
-    if name not in ACTIVATIONS:
-        require(False, f"an activation among {', '.join(ACTIVATIONS)}", activation=activation)
-    if precision is not None and precision not in PRECISIONS:
-        require(False, f"a precision among {', '.join(PRECISIONS)}", precision=precision)
+    o = options_of(activation, gated, precision)
     if bias is not None:
         bias = bias.contiguous()  # kernels read one number after the other
-    return x, weight, up, bias, Options(name, gated, precision or "tf32x3")
+    return x, weight, up, bias, o

@@ -160,6 +160,7 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: 
     """The gradients of x, the weights, the bias and dout from those of dx, dweight, dup and dbias.
 
     ddz = ddx W^T + x ddW^T + ddb is the gradient of dz = dz(z, dout); what it leaves on z goes on as in a backward.
+    PyTorch would multiply float32 on a GPU as torch.backends.cuda.matmul says, not as precision does.
     """
     x, weight, up, bias, dout = ctx.saved_tensors
     want_x, want_weight, want_bias = ctx.wants  # what stands for the others has no shape
@@ -167,7 +168,11 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: 
     ddweight, ddup = (ddweight, ddup) if want_weight else (None, None)
     o, backend = Options(*ctx.options[:3]), ctx.options[3]
     lead, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
-    n = weight.shape[0]
+    n, single = weight.shape[0], x.dtype == torch.float32
+
+    def product(a: Tensor, b: Tensor) -> Tensor:  # a b^T
+        return linear(a, b, None, None, "none", False, o.precision, backend, False, None) if single else a @ b.mT
+
     x, dout = rows_of(x), rows_of(dout)
     whole = weight if up is None else torch.cat((weight, up))
     if up is not None and not (ddweight is None and ddup is None):
@@ -176,9 +181,9 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: 
     products = []
     if ddx is not None:
         ddx = ddx.reshape(x.shape)
-        products.append(ddx @ whole.mT)
+        products.append(product(ddx, whole))
     if ddweight is not None:
-        products.append(x @ ddweight.mT)
+        products.append(product(x, ddweight))
     if ddbias is not None and bias is not None:
         products.append(ddbias.expand(x.shape[0], n))
     if not products:
@@ -187,12 +192,12 @@ def _backward_of_backward(ctx: Any, ddx: Any, ddweight: Any, ddup: Any, ddbias: 
     z = linear(x, whole, None, bias, "none", False, o.precision, backend, False, None).to(wide)
     ddout, through = gradient_gradient(z, dout.to(wide), ddz, o)
     dz, through = gradient(z, dout.to(wide), o).to(x.dtype), through.to(x.dtype)
-    dx = through @ whole if o.keeps else torch.zeros_like(x)
-    dwhole = through.mT @ x if o.keeps else torch.zeros_like(whole)
+    dx = product(through, whole.mT) if o.keeps else torch.zeros_like(x)
+    dwhole = product(through.mT, x.mT) if o.keeps else torch.zeros_like(whole)
     if ddweight is not None:
-        dx = dx + dz @ ddweight
+        dx = dx + product(dz, ddweight.mT)
     if ddx is not None:
-        dwhole = dwhole + dz.mT @ ddx
+        dwhole = dwhole + product(dz.mT, ddx.mT)
     grads = (dx.reshape(*lead, x.shape[1]), dwhole[:n], None if up is None else dwhole[n:])
     dbias = None if bias is None else through.sum(0)
     return *grads, dbias, *(None,) * 5, ddout.to(x.dtype).reshape(*lead, dout.shape[1]), None, None, None

@@ -9,7 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 from adatom.check import require, require_dense
-from adatom.ops.linear.problem import ACTIVATIONS, rows_of
+from adatom.ops.linear.api import options_of
+from adatom.ops.linear.problem import rows_of
 from adatom.ops.moe.op import moe_fwd
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
 from adatom.ops.moe.routing import moe_route
@@ -21,8 +22,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def moe(
     x: torch.Tensor, router_logits: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, *, top_k: int,
     renormalize: bool = True, scoring: str = "softmax", selection_bias: torch.Tensor | None = None,
-    groups: tuple[int, int] | tuple[int, int, int] | None = None, scale: float = 1.0, capacity: int | None = None,
-    activation: str = "silu", recompute: bool = False, backend: str | None = None,
+    groups: tuple[int, int] | tuple[int, int, int] | None = None, scale: float | torch.Tensor = 1.0,
+    capacity: int | None = None, activation: str = "silu", recompute: bool = False, backend: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A mixture of experts: each token through the gated blocks of the top_k experts that its router's logits choose.
 
@@ -47,23 +48,17 @@ def moe(
 
 
 def moe_routed(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    indices: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    *,
-    activation: str = "silu",
-    recompute: bool = False,
-    backend: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, *,
+    activation: str = "silu", recompute: bool = False, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The sum over a token's experts of weight * (activation(x w_gate^T) * (x w_up^T)) w_down^T.
 
     Args:
         x: (..., hidden); float16, bfloat16, float32 or float64.
         weights: (..., top_k), floating; kept in their dtype.
-        indices: (..., top_k), int32 or int64. One that names no expert, such as -1 or `experts`, drops its pair: it
-            adds nothing, and its weight gets a gradient of 0. An expert may be named by no token, or by all.
+        indices: (..., top_k), int32 or int64. One that names no expert, below 0 or from `experts` on, is no error: it
+            drops its pair, which adds nothing, and its weight gets a gradient of 0. An expert may be named by no token,
+            or by all.
         w_gate_up: (experts, 2 * intermediate, hidden) of x's dtype, each expert's gate before its up.
         w_down: (experts, hidden, intermediate), likewise.
         activation: of the gate: "silu", "gelu", "gelu_tanh", "relu" or "none".
@@ -115,8 +110,7 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
 
 def _check_logits(x: Any, router_logits: Any, w_down: Any) -> None:
     """What `moe` asks of the logits beside the other tensors, which `_checked` looks at."""
-    tensors = isinstance(x, torch.Tensor) and isinstance(router_logits, torch.Tensor)
-    if not tensors:
+    if not (isinstance(x, torch.Tensor) and isinstance(router_logits, torch.Tensor)):
         require(False, "tensors x and router_logits", TypeError, x=x, router_logits=router_logits)
     require_dense(x, router_logits)
     if x.shape[:-1] != router_logits.shape[:-1] or x.device != router_logits.device:
@@ -145,19 +139,13 @@ def _checked(
         require(False, "floating weights, and indices of int32 or int64", TypeError, **given)
     if any(t.device != x.device for t in given.values()):
         require(False, "all tensors on one device", **given)
-    if (
-        w_gate_up.dim() != 3
-        or w_down.dim() != 3
-        or w_gate_up.shape != (w_down.shape[0], 2 * w_down.shape[2], w_down.shape[1])
-    ):
-        require(
-            False, "w_gate_up (experts, 2 * intermediate, hidden) and w_down (experts, hidden, intermediate)", **given
-        )
+    threes = w_gate_up.dim() == w_down.dim() == 3
+    if not threes or w_gate_up.shape != (w_down.shape[0], 2 * w_down.shape[2], w_down.shape[1]):
+        require(False, "w_gate_up (experts, 2 * intermediate, hidden), w_down (experts, hidden, intermediate)", **given)
     if x.dim() < 1 or x.shape[-1] != w_down.shape[1]:
         require(False, "x (..., hidden), as the experts have it", **given)
     if indices.dim() < 1 or weights.shape != indices.shape or indices.shape[:-1] != x.shape[:-1]:
         require(False, "weights and indices (..., top_k) for x (..., hidden)", **given)
-    if activation not in ACTIVATIONS:
-        require(False, f"an activation among {', '.join(ACTIVATIONS)}", activation=activation)
+    options_of(activation, True, None)
     require(indices.numel() < 2**31, "fewer than 2**31 pairs of a token and an expert", **given)
     return Inputs(rows_of(x), rows_of(weights), rows_of(indices), w_gate_up, w_down), Options(activation), x.shape

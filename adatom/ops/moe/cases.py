@@ -179,7 +179,7 @@ SMALL: tuple[Case, ...] = (
     _case("bf16 one token recompute", (), 256, 24, 6, 2, BF16, recompute=True),
     _case("f16 one token dropped", 1, 264, 21, 6, 5, F16, "gelu", recompute=True, routing="dropped", layout="xw"),
     _case("bf16 no tokens", (0, 3), 32, 24, 6, 2, BF16),
-    _case("bf16 512 experts", (2, 150), 32, 24, 512, 8, BF16),
+    _case("bf16 512 experts", (2, 100), 16, 8, 512, 8, BF16),
 )
 GPU: tuple[Case, ...] = (
     *SMALL,
@@ -224,6 +224,7 @@ COMPILE: tuple[Case, ...] = (
     _case("bf16 odd", 777, 203, 107, 9, 3, BF16),
     _case("f32 silu", 1024, 256, 128, 8, 2, F32),
     _case("bf16 264", 1000, 520, 264, 8, 2, BF16),
+    _case("bf16 512 experts", 4096, 128, 64, 512, 8, BF16),
     _case("bf16 one hidden", 40, 1, 32, 4, 2, BF16),
     _case("bf16 one intermediate", 40, 32, 1, 4, 2, BF16),
 )

@@ -17,7 +17,7 @@ _NONE = 1e-20  # keeps sums of scores that are all 0 from dividing 0 by 0
 def moe_route(
     router_logits: Tensor, top_k: int, *, scoring: str = "softmax", renormalize: bool = True,
     selection_bias: Tensor | None = None, groups: tuple[int, int] | tuple[int, int, int] | None = None,
-    scale: float = 1.0, capacity: int | None = None,
+    scale: float | Tensor = 1.0, capacity: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weights and indices of the top_k experts of each token, as `moe_routed` takes them.
 
@@ -30,13 +30,15 @@ def moe_route(
             gradient.
         groups: (n, kept) or (n, kept, best): the experts are n groups of neighbours; a token chooses from the `kept`
             groups of which the `best` (default 2) largest scores have the largest sum.
-        scale: multiplies the weights, after renormalizing.
+        scale: multiplies the weights, after renormalizing; a number, or a floating tensor of shape ().
         capacity: an expert takes at most this many pairs of a token and an expert, the first in the order of tokens;
             the others are dropped: their index is `experts`, their weight 0. A token's other weights stay as they are.
 
     Returns:
         weights (..., top_k), float32 (float64 of float64), differentiable with respect to router_logits to any order;
-        and indices (..., top_k), int64, the largest score first. Ties are broken as torch.topk breaks them.
+        and indices (..., top_k), int64, the largest score first. Ties are broken as torch.topk breaks them. A logit of
+        -inf is a score of 0. Weights are NaN where the scores of the chosen are: with "softmax", all of a token with a
+        logit of NaN or +inf, or with none but -inf.
 
     Raises:
         ValueError, TypeError: what does not fit; the message prints it.
@@ -44,12 +46,9 @@ def moe_route(
     Source: Shazeer et al., arXiv:1701.06538; capacity: Fedus et al., arXiv:2101.03961; the selection bias: Wang et al.,
     arXiv:2408.15664; groups: DeepSeek-V3, arXiv:2412.19437, and with best=1 DeepSeek-V2, arXiv:2405.04434.
     """
-    _check_logits(router_logits, scoring)
+    _check_logits(router_logits)
     experts = router_logits.shape[-1]
-    require(
-        isinstance(top_k, int) and 1 <= top_k <= experts, "top_k from 1 to the number of experts", top_k=top_k,
-        router_logits=router_logits,
-    )  # fmt: skip
+    check_routing(experts, top_k, scoring, groups, scale, capacity)
     scores = _scores(router_logits, scoring)
     choice = scores.detach()
     if selection_bias is not None:
@@ -60,18 +59,17 @@ def moe_route(
         )  # fmt: skip
         choice = choice + selection_bias.detach().to(choice.dtype)
     if groups is not None:
-        choice = _within_groups(choice, groups, top_k)
+        choice = _within_groups(choice, groups)
     indices = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(-1, indices)
     if renormalize and scoring == "softmax":  # not by their sum, which may be as small as nothing
-        weights = torch.softmax(router_logits.gather(-1, indices).to(scores.dtype), -1)
+        chosen = router_logits.gather(-1, indices).to(scores.dtype)
+        weights = torch.softmax(chosen + weights.detach().clamp(max=0), -1)  # NaN where the scores are
     elif renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _NONE)
-    require(isinstance(scale, Tensor) or finite(scale), "a finite scale", scale=scale)
-    if scale != 1.0:
+    if isinstance(scale, Tensor) or scale != 1.0:
         weights = weights * scale
     if capacity is not None:
-        require(isinstance(capacity, int) and capacity >= 0, "a capacity of 0 or more pairs", capacity=capacity)
         kept = within_capacity(indices, experts, capacity)
         indices, weights = torch.where(kept, indices, experts), torch.where(kept, weights, 0)
     return weights, indices
@@ -98,11 +96,13 @@ def load_balancing_loss(
 
     Source: Fedus et al., arXiv:2101.03961, eq. 4 to 6; for top_k > 1 as Mixtral's.
     """
-    _check_logits(router_logits, scoring)
-    lead = router_logits.shape[:-1]
+    _check_logits(router_logits)
+    _check_scoring(scoring)
+    lead, device = router_logits.shape[:-1], router_logits.device
+    fits = isinstance(indices, Tensor) and _integers(indices) and indices.dim() > 0 and indices.shape[:-1] == lead
     require(
-        isinstance(indices, Tensor) and _integers(indices) and indices.dim() > 0 and indices.shape[:-1] == lead,
-        "integer indices (..., top_k) of router_logits (..., experts)", router_logits=router_logits, indices=indices,
+        fits and indices.device == device, "integer indices (..., top_k) of router_logits (..., experts), one device",
+        router_logits=router_logits, indices=indices,
     )  # fmt: skip
     probabilities = _scores(router_logits, scoring)
     if scoring == "sigmoid":
@@ -110,8 +110,11 @@ def load_balancing_loss(
     experts = router_logits.shape[-1]
     tokens = probabilities.new_full((), math.prod(lead))
     if mask is not None:
-        fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == lead
-        require(fits, "a bool mask (...) of router_logits (..., experts)", router_logits=router_logits, mask=mask)
+        fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == lead and mask.device == device
+        require(
+            fits, "a bool mask (...) of router_logits (..., experts), one device", router_logits=router_logits,
+            mask=mask,
+        )  # fmt: skip
         indices = torch.where(mask[..., None], indices, experts)
         probabilities = torch.where(mask[..., None], probabilities, 0)
         tokens = mask.sum().to(probabilities.dtype)
@@ -121,7 +124,20 @@ def load_balancing_loss(
 
 
 def expert_counts(indices: Tensor, experts: int) -> Tensor:
-    """(experts,) int32: how often each expert is named. Without host synchronisation."""
+    """How often each expert is named, without host synchronisation; an index that names none is not counted.
+
+    Args:
+        indices: int32 or int64, of any shape, as from `moe_route`.
+        experts: how many there are.
+
+    Returns:
+        (experts,), int32.
+
+    Raises:
+        TypeError: indices are no integers.
+    """
+    fits = isinstance(indices, Tensor) and _integers(indices)
+    require(fits, "a tensor of indices, int32 or int64", TypeError, indices=indices)
     return plan(indices, experts)[1].diff()
 
 
@@ -129,15 +145,47 @@ def _integers(indices: Tensor) -> bool:
     return indices.dtype in (torch.int32, torch.int64)
 
 
-def _check_logits(router_logits: Any, scoring: str) -> None:
+def check_routing(experts: int, top_k: Any, scoring: Any, groups: Any, scale: Any, capacity: Any) -> None:
+    """Raise ValueError for options of `moe_route` that do not fit that many experts, or each other."""
+    fits = whole(top_k, 1) and top_k <= experts
+    require(fits, "top_k from 1 to the number of experts", top_k=top_k, experts=experts)
+    _check_scoring(scoring)
+    if groups is not None:
+        _check_groups(experts, top_k, groups)
+    one = scale.dim() == 0 and scale.is_floating_point() if isinstance(scale, Tensor) else finite(scale)
+    require(one, "one finite number as scale", scale=scale)
+    require(capacity is None or whole(capacity, 0), "a capacity of 0 or more pairs", capacity=capacity)
+
+
+def whole(number: Any, least: int) -> bool:
+    """Whether number is an integer, and no bool, of at least `least`."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def _check_logits(router_logits: Any) -> None:
     if not isinstance(router_logits, Tensor) or not router_logits.is_floating_point():
         require(False, "floating router_logits (..., experts)", TypeError, router_logits=router_logits)
     require_dense(router_logits)
-    require(
-        router_logits.dim() > 0 and router_logits.shape[-1] > 0, "router_logits (..., experts)",
-        router_logits=router_logits,
-    )  # fmt: skip
+    fits = router_logits.dim() > 0 and router_logits.shape[-1] > 0
+    require(fits, "router_logits (..., experts)", router_logits=router_logits)
+
+
+def _check_scoring(scoring: Any) -> None:
     require(scoring in SCORINGS, f"a scoring among {', '.join(SCORINGS)}", scoring=scoring)
+
+
+def _check_groups(experts: int, top_k: int, groups: Any) -> None:
+    numbers = isinstance(groups, (tuple, list)) and len(groups) in (2, 3) and all(whole(g, 1) for g in groups)
+    n, kept, _ = (*groups, 2)[:3] if numbers else (0, 0, 0)
+    require(
+        1 <= kept <= n and experts % n == 0,
+        "groups (n, kept) or (n, kept, best): n a divisor of experts, kept from 1 to n, best from 1",
+        groups=groups, experts=experts,
+    )  # fmt: skip
+    require(
+        top_k <= kept * (experts // n), "no more experts for a token than its groups have", top_k=top_k, groups=groups,
+        experts=experts,
+    )  # fmt: skip
 
 
 def _scores(logits: Tensor, scoring: str) -> Tensor:
@@ -145,21 +193,10 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
     return wide.sigmoid() if scoring == "sigmoid" else torch.softmax(wide, -1)
 
 
-def _within_groups(choice: Tensor, groups: tuple[int, ...], top_k: int) -> Tensor:
+def _within_groups(choice: Tensor, groups: tuple[int, ...]) -> Tensor:
     """-inf for the experts of all but the chosen groups."""
-    experts = choice.shape[-1]
-    numbers = isinstance(groups, (tuple, list)) and all(isinstance(g, int) for g in groups) and len(groups) in (2, 3)
-    n, kept, best = (*groups, 2)[:3] if numbers else (0, 0, 0)
-    if n < 1 or experts % n or not 1 <= kept <= n or best < 1:
-        require(
-            False, "groups (n, kept) or (n, kept, best): n a divisor of experts, kept from 1 to n, best from 1",
-            groups=groups, experts=experts,
-        )  # fmt: skip
-    size = experts // n
-    require(
-        top_k <= kept * size, "no more experts for a token than its groups have", top_k=top_k, groups=groups,
-        experts=experts,
-    )  # fmt: skip
+    n, kept, best = (*groups, 2)[:3]
+    size = choice.shape[-1] // n
     apart = choice.unflatten(-1, (n, size))
     sums = apart.topk(min(best, size), dim=-1).values.sum(-1)
     chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(kept, dim=-1).indices, True)
