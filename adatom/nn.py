@@ -83,7 +83,8 @@ class Attention(nn.Module):
         for name, t in tensors.items():
             optional = t is None and name not in ("query", "key", "value")
             require(optional or isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})
-        require(query.dim() == key.dim() == 3, "a query and a key (batch, length, features)", query=query, key=key)
+        fits = query.dim() == key.dim() == value.dim() == 3
+        require(fits, "query, key and value (batch, length, features)", query=query, key=key, value=value)
         if attn_mask is not None:
             if attn_mask.dim() not in (2, 3) or attn_mask.dim() == 3 and attn_mask.shape[0] != len(query) * self.heads:
                 require(False, "an attn_mask ([batch * heads,] seqlen_q, seqlen_k)", query=query, attn_mask=attn_mask)
@@ -232,6 +233,7 @@ class MoE(nn.Module):
         sizes = {"dim": dim, "hidden": hidden, "experts": experts, "shared": shared}
         require(fits, "integers: experts of at least 1, dim, hidden and shared of at least 0", **sizes)
         check_routing(experts, top_k, scoring, groups, scale, capacity)
+        require(not isinstance(scale, torch.Tensor), "a number as scale, which is no parameter here", scale=scale)
         options_of(activation, True, None)
         fits = router_dtype is None or isinstance(router_dtype, torch.dtype) and router_dtype.is_floating_point
         require(fits, "a floating router_dtype", TypeError, router_dtype=router_dtype)
@@ -300,8 +302,8 @@ class MoE(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> MoE:
         bias = self.selection_bias
         super()._apply(fn, recurse)
-        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
-            self.selection_bias = bias.to(self.selection_bias.device)
+        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != torch.float32:
+            self.selection_bias = bias.to(self.selection_bias.device, torch.float32)
         return self
 
     def extra_repr(self) -> str:

@@ -110,6 +110,7 @@ def test_any_negative_window_is_unbounded():
     q, k, v = tensors((2, 5, 2, 8), (2, 7, 2, 8), (2, 7, 2, 8))
     close(flash_attn_func(q, k, v, window_size=(-5, 2)), flash_attn_func(q, k, v, window_size=(-1, 2)))
     close(flash_attn_func(q, k, v, window_size=(-7, -9)), flash_attn_func(q, k, v))
+    close(flash_attn_func(q, k, v, window_size=(None, -9)), flash_attn_func(q, k, v))
 
 
 def test_grouped_heads_are_consecutive():

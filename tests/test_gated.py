@@ -118,7 +118,7 @@ BAD = {
     "odd": (lambda x, w: adatom.swiglu(x, w[:5]), ValueError, r"\(2 \* out, in\).*w_gate=float32\[5, 4\]"),
     "shapes": (lambda x, w: adatom.swiglu(x, w, w[:4]), ValueError, r"of one shape.*w_up=float32\[4, 4\]"),
     "approximate": (lambda x, w: adatom.geglu(x, w, approximate="erf"), ValueError, "none.*tanh.*'erf'"),
-    "activation": (lambda x, w: adatom.mlp(x, w, w, w.mT, activation=None), ValueError, "by name"),
+    "activation": (lambda x, w: adatom.mlp(x, w, w, w.mT, activation=None), ValueError, "an activation among"),
     "hidden": (lambda x, w: adatom.mlp(x, w, w, w), ValueError, r"w_down \(out, hidden\).*w_down=float32\[6, 4\]"),
     "features": (
         lambda x, w: adatom.swiglu(x[:, 1:], w),

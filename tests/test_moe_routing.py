@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,9 +198,9 @@ BAD = {
     "groups of what": ({"groups": (4,)}, ValueError, r"groups \(n, kept\)"),
     "too few": ({"groups": (4, 1), "top_k": 3}, ValueError, "no more experts for a token than its groups have"),
     "sparse": ({"router_logits": torch.zeros(3, 8).to_sparse()}, TypeError, "not sparse or nested"),
-    "scale": ({"scale": None}, ValueError, "one finite number as scale; got scale=None"),
-    "scale that is infinite": ({"scale": math.inf}, ValueError, "one finite number as scale; got scale=inf"),
-    "scales": ({"scale": torch.ones(3)}, ValueError, r"one finite number as scale; got scale=float32\[3\]"),
+    "scale": ({"scale": None}, ValueError, r"as scale a finite number.*; got scale=None"),
+    "scale that is infinite": ({"scale": math.inf}, ValueError, r"as scale a finite number.*; got scale=inf"),
+    "scales": ({"scale": torch.ones(3)}, ValueError, r"as scale a finite number.*; got scale=float32\[3\]"),
     "capacity": ({"capacity": 1.5}, ValueError, "a capacity of 0 or more"),
     "capacity below 0": ({"capacity": -1}, ValueError, "a capacity of 0 or more pairs; got capacity=-1"),
     "capacity bool": ({"capacity": True}, ValueError, "capacity=True"),
@@ -464,6 +465,9 @@ def test_the_selection_bias_stays_float32(cast):
     other = getattr(MoE(8, 4, 4, 2, selection_bias=True), cast)()
     other.load_state_dict(m.state_dict())
     assert other.selection_bias.dtype == torch.float32 and torch.equal(other.selection_bias, bias)
+    low = {name: t.bfloat16() for name, t in m.state_dict().items()}
+    other.load_state_dict(low, assign=True)
+    assert other.float().selection_bias.dtype == torch.float32
     for device, dtype in (("meta", None), ("cpu", torch.bfloat16), ("meta", torch.bfloat16)):
         moved = copy.deepcopy(m).to(device=device, dtype=dtype)
         assert moved.selection_bias.device.type == device and moved.selection_bias.dtype == torch.float32
@@ -479,3 +483,12 @@ def test_a_compiled_module_drops_the_same_pairs():
     for _ in range(3):
         x = torch.randn(9, 6, dtype=F64)
         torch.testing.assert_close(compiled(x), m(x))
+
+
+def test_numbers_of_numpy_serve():
+    m = MoE(np.int64(8), 4, 4, np.int64(2))
+    assert m(torch.randn(3, 8)).shape == (3, 8)
+    with pytest.raises(ValueError, match="a number of experts; got experts=2.5"):
+        adatom.expert_counts(torch.tensor([0, 1]), 2.5)
+    with pytest.raises(ValueError, match="which is no parameter here"):
+        MoE(8, 4, 4, 2, scale=torch.ones(()))

@@ -454,3 +454,11 @@ for kernel, args, meta in met.values():
         compiled = kernel.warmup(*args, grid=(1,), **meta)
     assert compile.read_cubin(compiled.asm["cubin"])["spill"] == 0, meta
 """
+
+
+def test_elements_and_structures_may_come_one_by_one():
+    """And numbers of NumPy serve."""
+    numbers, x, cell = salt()
+    found = graph(iter([(numbers, x, cell)]), iter([*range(1, 20)]), 4.0, np.int64(4))
+    assert torch.equal(found.species, graph([(numbers, x, cell)], range(1, 20), 4.0, 4).species)
+    assert Potential(elements=iter([3, 17])).elements == (3, 17)

@@ -16,6 +16,7 @@ flash_attn_with_kvcache is not here.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -223,8 +224,9 @@ def _dims(*tensors: torch.Tensor) -> set[int | None]:
 
 def _window(window_size: tuple[int, int]) -> Any:
     """window_size with -1 for what is below: flash-attn takes any negative number as unbounded."""
-    numbers = isinstance(window_size, (tuple, list)) and all(isinstance(w, int) for w in window_size)
-    return tuple(max(w, -1) for w in window_size) if numbers else window_size
+    if not isinstance(window_size, (tuple, list)):
+        return window_size
+    return tuple(max(w, -1) if isinstance(w, Integral) else w for w in window_size)
 
 
 def _refuse_dropout(dropout_p: float) -> None:

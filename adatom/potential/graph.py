@@ -120,8 +120,9 @@ def graph(
     Slots come in multiples of `multiple`. Raises ValueError for what is no structure: none, shapes that do not fit, a
     flat cell, two atoms in one place, an element that is not among `elements`; and for elements that come twice, a
     cutoff or a multiple that is not positive."""
+    elements, structures = tuple(elements), list(structures)
     require_known(elements, cutoff)
-    require(isinstance(multiple, int) and multiple >= 1, "a multiple of at least 1", multiple=multiple)
+    require(isinstance(multiple, (int, np.integer)) and multiple >= 1, "a multiple of at least 1", multiple=multiple)
     require(len(structures) > 0, "at least one structure")
     index = {number: n for n, number in enumerate(elements)}
     parts = []

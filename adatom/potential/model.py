@@ -123,9 +123,10 @@ class Potential(nn.Module):
         attend: Attend = fused,
     ) -> None:
         super().__init__()
+        elements = tuple(elements)
         require_known(elements, cutoff)
         require(degree in (1, 2), "harmonics up to degree 1 or 2", degree=degree)
-        self.elements, self.cutoff, self.degree, self.attend = tuple(elements), cutoff, degree, attend
+        self.elements, self.cutoff, self.degree, self.attend = elements, cutoff, degree, attend
         features = radial + 2 * len(self.elements) + 1
         self.embed = nn.Sequential(nn.Linear(features, width), Silu(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, scalars, degree, radial) for _ in range(layers))

@@ -77,11 +77,10 @@ def mlp(
     Returns:
         (..., out). Raises: as `linear`.
     """
-    if activation is None:
-        require(False, 'an activation by name, or "none"', activation=activation)
     hidden = _gated(x, w_gate, w_up, activation, recompute, precision, backend)
     if isinstance(w_down, torch.Tensor) and w_down.shape[1:] != hidden.shape[-1:]:
-        require(False, "w_down (out, hidden)", w_gate=w_gate, w_up=w_up, w_down=w_down)
+        given = {"w_gate": w_gate} if w_up is None else {"w_gate": w_gate, "w_up": w_up}
+        require(False, "w_down (out, hidden)", **given, w_down=w_down)
     return linear(hidden, w_down, precision=precision, backend=backend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def moe_route(
         weights (..., top_k), float32 (float64 of float64), differentiable with respect to router_logits to any order;
         and indices (..., top_k), int64, the largest score first. Ties are broken as torch.topk breaks them. A logit of
         -inf is a score of 0. Weights are NaN where the scores of the chosen are: with "softmax", all of a token with a
-        logit of NaN or +inf, or with none but -inf.
+        logit of NaN or +inf, or with none but -inf; and, renormalized, where all chosen logits are -inf, as a selection
+        bias may choose them.
 
     Raises:
         ValueError, TypeError: what does not fit; the message prints it.
@@ -134,10 +136,11 @@ def expert_counts(indices: Tensor, experts: int) -> Tensor:
         (experts,), int32.
 
     Raises:
-        TypeError: indices are no integers.
+        TypeError, ValueError: indices are no integers; experts is no number of them.
     """
     fits = isinstance(indices, Tensor) and _integers(indices)
     require(fits, "a tensor of indices, int32 or int64", TypeError, indices=indices)
+    require(whole(experts, 0), "a number of experts", experts=experts)
     return plan(indices, experts)[1].diff()
 
 
@@ -153,13 +156,13 @@ def check_routing(experts: int, top_k: Any, scoring: Any, groups: Any, scale: An
     if groups is not None:
         _check_groups(experts, top_k, groups)
     one = scale.dim() == 0 and scale.is_floating_point() if isinstance(scale, Tensor) else finite(scale)
-    require(one, "one finite number as scale", scale=scale)
+    require(one, "as scale a finite number, or a floating tensor ()", scale=scale)
     require(capacity is None or whole(capacity, 0), "a capacity of 0 or more pairs", capacity=capacity)
 
 
 def whole(number: Any, least: int) -> bool:
     """Whether number is an integer, and no bool, of at least `least`."""
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= least
 
 
 def _check_logits(router_logits: Any) -> None:

@@ -116,7 +116,8 @@ def _checked(
     x: Any, residual: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
     """x, residual, weight and bias as autocast would give them to PyTorch's norms, checked."""
-    given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    optional = (("residual", residual), ("weight", weight), ("bias", bias))
+    given = {"x": x} | {name: t for name, t in optional if t is not None}
     if not isinstance(x, Tensor) or not all(isinstance(t, Tensor) or t is None for t in (residual, weight, bias)):
         require(False, "tensors", TypeError, **given)
     require_dense(x, residual, weight, bias)
