@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,10 +31,25 @@ def finite(value: Any, least: float = -math.inf) -> bool:
         return False
 
 
+def whole(number: Any, least: int) -> bool:
+    """Whether number is an integer, and no bool, of at least `least`."""
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= least
+
+
+def dense(x: Any) -> bool:
+    """Whether x is a tensor, neither sparse nor nested."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
+
+
+def supplied(**optional: Any) -> dict[str, Any]:
+    """Those that were given, for `require` to list: None stands for what the caller left out."""
+    return {name: value for name, value in optional.items() if value is not None}
+
+
 def require_dense(*tensors: torch.Tensor | None, instead: str = "") -> None:
     """Raise TypeError for a sparse or nested tensor, whose rows no kernel can read. instead: what there is for it."""
-    dense = all(t is None or t.layout is torch.strided and not t.is_nested for t in tensors)
-    require(dense, f"dense tensors, not sparse or nested ones{instead}", TypeError)
+    fits = all(t is None or dense(t) for t in tensors)
+    require(fits, f"dense tensors, not sparse or nested ones{instead}", TypeError)
 
 
 def readable(x: torch.Tensor) -> bool:

@@ -283,7 +283,7 @@ def _triton() -> tuple[int, ...]:
 
 def _moves_wait(meta: dict[str, Any]) -> bool:
     """Whether this Triton is known to have ptxas move the wait of a consumer of such a forward: from 3.7 on under a
-    mask at head_dim 128, which takes as long as under 3.6 (docs/tuning.md), from 3.9 on of packed sequences."""
+    mask at head_dim 128, at no cost that was seen (docs/tuning.md), from 3.9 on of packed sequences."""
     masked = meta.get("MASK", False) and meta.get("HEAD_DIM", 0) > 64
     return masked and _triton() >= (3, 7) or meta.get("VARLEN", False) and _triton() >= (3, 9)
 

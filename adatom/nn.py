@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from adatom.check import require, require_dense
+from adatom.check import require, require_dense, whole
 from adatom.ops.attention.api import attention
 from adatom.ops.attention.api import options_of as attention_options
 from adatom.ops.gated.api import mlp
 from adatom.ops.linear.api import linear, options_of
 from adatom.ops.moe.api import moe_routed
-from adatom.ops.moe.routing import check_routing, moe_route, whole, within_capacity
+from adatom.ops.moe.routing import check_routing, moe_route, within_capacity
 from adatom.ops.norm.api import layer_norm, rms_norm
 
 
@@ -79,7 +79,8 @@ class Attention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "padding": key_padding_mask}
+        tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        tensors["key_padding_mask"] = key_padding_mask
         for name, t in tensors.items():
             optional = t is None and name not in ("query", "key", "value")
             require(optional or isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from adatom.check import finite, require
+from adatom.check import finite, require, whole
 
 Tensor = torch.Tensor
 
@@ -105,7 +105,7 @@ def opposite(i: np.ndarray, j: np.ndarray, shift: np.ndarray) -> np.ndarray:
 
 def require_known(elements: Sequence[int], cutoff: float) -> None:
     """Raise ValueError unless elements are different atomic numbers, and the cutoff is a positive number."""
-    valid = all(isinstance(e, (int, np.integer)) and e >= 1 for e in elements) and len(elements) == len(set(elements))
+    valid = all(whole(e, 1) for e in elements) and len(elements) == len(set(elements))
     require(valid and len(elements) > 0, "different elements by atomic number, at least one", elements=elements)
     require(finite(cutoff, 0) and cutoff > 0, "a positive cutoff in Å", cutoff=cutoff)
 
@@ -122,7 +122,7 @@ def graph(
     cutoff or a multiple that is not positive."""
     elements, structures = tuple(elements), list(structures)
     require_known(elements, cutoff)
-    require(isinstance(multiple, (int, np.integer)) and multiple >= 1, "a multiple of at least 1", multiple=multiple)
+    require(whole(multiple, 1), "a multiple of at least 1", multiple=multiple)
     require(len(structures) > 0, "at least one structure")
     index = {number: n for n, number in enumerate(elements)}
     parts = []

@@ -11,7 +11,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from adatom.check import finite, readable, require, require_dense
+from adatom.check import dense, finite, readable, require, require_dense
 from adatom.operators import on_device
 from adatom.ops.attention.op import (
     Attention,
@@ -357,7 +357,7 @@ def _checked(
     if bias is not None:
         bias = _checked_bias(bias, (batch, heads, seqlen_q, seqlen_k), q, k)
     if kv_lens is not None:
-        if not _dense(kv_lens) or kv_lens.dtype not in _INDEX:
+        if not dense(kv_lens) or kv_lens.dtype not in _INDEX:
             require(False, "kv_lens as a dense tensor of int32 or int64", TypeError, kv_lens=kv_lens)
         if kv_lens.shape != (batch,) or kv_lens.device != q.device:
             require(False, f"kv_lens of shape ({batch},) on q's device", q=q, kv_lens=kv_lens)
@@ -396,7 +396,7 @@ def _checked_varlen(
         require(False, "k and v of the same tokens and heads", q=q, k=k, v=v)
     _check_common(q, k, v, heads, kv_heads, head_dim, head_dim_k, sinks)
     for name, cu, tokens in (("cu_seqlens_q", cu_seqlens_q, tokens_q), ("cu_seqlens_k", cu_seqlens_k, tokens_k)):
-        if not _dense(cu) or cu.dtype not in _INDEX:
+        if not dense(cu) or cu.dtype not in _INDEX:
             require(False, f"{name} as a dense tensor of int32 or int64", TypeError, **{name: cu})
         if cu.dim() != 1 or not cu.numel() or cu.shape != cu_seqlens_q.shape or cu.device != q.device:
             require(
@@ -437,7 +437,7 @@ def _check_common(
     if not (q.device == k.device == v.device):
         require(False, "q, k, v on one device", q=q, k=k, v=v)
     if sinks is not None:
-        if not _dense(sinks) or sinks.dtype not in _FLOATS:
+        if not dense(sinks) or sinks.dtype not in _FLOATS:
             require(False, "sinks as a dense tensor of a float dtype", TypeError, sinks=sinks)
         if sinks.shape != (heads,) or sinks.device != q.device:
             require(False, f"sinks of shape ({heads},) on q's device", q=q, sinks=sinks)
@@ -446,7 +446,7 @@ def _check_common(
 def _checked_bias(
     bias: torch.Tensor, scores: tuple[int, int, int, int], q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
-    if not isinstance(bias, torch.Tensor) or bias.dtype not in (torch.bool, *_FLOATS) or bias.layout != torch.strided:
+    if not dense(bias) or bias.dtype not in (torch.bool, *_FLOATS):
         require(False, "bias as a dense tensor of a float dtype, or bool (True = attend)", TypeError, bias=bias)
     if (bias.dtype == torch.float64) != (q.dtype == torch.float64) and bias.dtype != torch.bool:
         require(False, "a float64 bias with float64 inputs, and only with them", TypeError, q=q, bias=bias)
@@ -506,10 +506,6 @@ def options_of(
     if causal is None or isinstance(causal, (str, torch.Tensor)):
         require(False, "causal as True or False", TypeError, causal=causal)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
-
-
-def _dense(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adatom.check import require
+from adatom.check import require, supplied
 from adatom.ops.linear.api import _checked, call, linear
 from adatom.ops.linear.problem import Inputs, Options, Problem, problem, rows_of
 
@@ -79,8 +79,7 @@ def mlp(
     """
     hidden = _gated(x, w_gate, w_up, activation, recompute, precision, backend)
     if isinstance(w_down, torch.Tensor) and w_down.shape[1:] != hidden.shape[-1:]:
-        given = {"w_gate": w_gate} if w_up is None else {"w_gate": w_gate, "w_up": w_up}
-        require(False, "w_down (out, hidden)", **given, w_down=w_down)
+        require(False, "w_down (out, hidden)", w_gate=w_gate, **supplied(w_up=w_up), w_down=w_down)
     return linear(hidden, w_down, precision=precision, backend=backend)
 
 

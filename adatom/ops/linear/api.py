@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import require, require_dense
+from adatom.check import require, require_dense, supplied
 from adatom.ops.linear import op, reference
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 
@@ -120,10 +120,7 @@ def _checked(
     x: Any, weight: Any, up: Any, bias: Any, activation: str | None, gated: bool, precision: str | None
 ) -> tuple[Any, Any, Any, Any, Options]:
     """The tensors as autocast would give them to F.linear, and the options, checked."""
-    given = {"x": x, "w_gate" if gated else "weight": weight}
-    for name, t in (("w_up", up), ("bias", bias)):
-        if t is not None:
-            given[name] = t
+    given = {"x": x, "w_gate" if gated else "weight": weight} | supplied(w_up=up, bias=bias)
     tensors = all(isinstance(t, torch.Tensor) for t in (x, weight))
     if not tensors or not all(isinstance(t, torch.Tensor) or t is None for t in (up, bias)):
         require(False, "tensors", TypeError, **given)

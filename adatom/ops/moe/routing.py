@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import Any
 
 import torch
 
-from adatom.check import finite, require, require_dense
+from adatom.check import finite, require, require_dense, whole
 from adatom.ops.moe.problem import Tensor, inverse_of, plan
 
 SCORINGS = ("softmax", "sigmoid")
@@ -158,11 +157,6 @@ def check_routing(experts: int, top_k: Any, scoring: Any, groups: Any, scale: An
     one = scale.dim() == 0 and scale.is_floating_point() if isinstance(scale, Tensor) else finite(scale)
     require(one, "as scale a finite number, or a floating tensor ()", scale=scale)
     require(capacity is None or whole(capacity, 0), "a capacity of 0 or more pairs", capacity=capacity)
-
-
-def whole(number: Any, least: int) -> bool:
-    """Whether number is an integer, and no bool, of at least `least`."""
-    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= least
 
 
 def _check_logits(router_logits: Any) -> None:

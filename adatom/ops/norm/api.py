@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import finite, require, require_dense
+from adatom.check import finite, require, require_dense, supplied
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
@@ -116,8 +116,7 @@ def _checked(
     x: Any, residual: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
     """x, residual, weight and bias as autocast would give them to PyTorch's norms, checked."""
-    optional = (("residual", residual), ("weight", weight), ("bias", bias))
-    given = {"x": x} | {name: t for name, t in optional if t is not None}
+    given = {"x": x} | supplied(residual=residual, weight=weight, bias=bias)
     if not isinstance(x, Tensor) or not all(isinstance(t, Tensor) or t is None for t in (residual, weight, bias)):
         require(False, "tensors", TypeError, **given)
     require_dense(x, residual, weight, bias)
