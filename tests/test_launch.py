@@ -42,6 +42,14 @@ class Adding(Listing):
         super().__call__(*args, "more")
 
 
+class Raising(Listing):
+    """One that cannot be asked: it wants a stream."""
+
+    def __call__(self, *args):
+        args[3] + 1
+        super().__call__(*args)
+
+
 def opened(taken, tensordesc_meta):
     """A launcher that makes descriptors first, with the names that Triton gives to what it closes over."""
 
@@ -99,7 +107,14 @@ def test_this_tritons_own_launcher_is_passed_by(direct):
     assert taken[0] == taken[1] and len(taken) == 2
 
 
-@pytest.mark.parametrize("kind", [type("Other", (Launcher,), {"global_scratch_size": 128}), Adding])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(type("Other", (Launcher,), of) for of in ({"global_scratch_size": 128}, {"gsan_enabled": True})),
+        Adding,
+        Raising,
+    ],
+)
 def test_other_launchers_are_called_as_they_are(direct, kind):
     run = kind()
     launch, _ = direct(run)

@@ -1,6 +1,14 @@
-"""Which tile the second derivative takes: a table may have lines for options, and the most special one counts."""
+"""Which tile the second derivative takes (a table may have lines for options, and the most special one counts), and in
+what pieces its first pass runs."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +19,9 @@ from adatom.ops.attention.api import inputs_of
 
 pytest.importorskip("triton")
 
+from adatom.ops.attention import triton_jvp  # noqa: E402
 from adatom.ops.attention.triton_call import Call, Config, pick  # noqa: E402
+from adatom.tiles.launch import observed  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -50,3 +60,77 @@ def test_lines_for_options_serve_up_to_their_head_dim() -> None:
     table = {("half", 64): small, ("half", 128): small, ("half full bias", 128): large}
     assert picked(table, 64, bias=bias(BF16)) == small
     assert picked(table, 128, bias=bias(BF16)) == large and picked(table, 128) == small
+
+
+def tangents(batch: int, heads: int, kv_heads: int = 0, **options: object) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels of the pass that the second derivative of float32 attention begins with on an H100, and of what shape
+    their first tensors are."""
+    q, out = (torch.empty(batch, heads, 4096, 64) for _ in range(2))
+    k, lse = torch.empty(batch, kv_heads or heads, 4096, 64), torch.empty(batch, heads, 4096)
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def observe(kernel: object, args: tuple[torch.Tensor, ...], *_: object) -> None:
+        seen.append((kernel.fn.__name__, tuple(args[0].shape)))  # type: ignore[attr-defined]
+
+    with pretend(DEVICES[90]), observed(observe):
+        x, o, _ = inputs_of(q=q, k=k, v=k, **options)
+        triton_jvp.tangent_pass(x, o, triton_jvp.Directions(x, q, k, k, None, None), out, lse, out, None)
+    return seen
+
+
+def test_keys_and_values_are_in_parts_for_half_of_the_heads_at_a_time() -> None:
+    def kernels(*shape: int) -> list[tuple[str, tuple[int, ...]]]:
+        return [("_parts_kernel", shape), ("_tangent_kernel", shape)]
+
+    assert tangents(1, 16) == 2 * kernels(1, 8, 4096, 64)
+    assert tangents(4, 4) == 2 * kernels(2, 4, 4096, 64)
+    # 128, 256 and 320 programs for 132 multiprocessors: half of them would be too few, or take a turn more
+    assert tangents(1, 4) == kernels(1, 4, 4096, 64)
+    assert tangents(1, 8) == kernels(1, 8, 4096, 64)
+    assert tangents(1, 10) == kernels(1, 10, 4096, 64)
+    assert tangents(1, 16, precision="tf32") == kernels(1, 16, 4096, 64)  # one part each
+    assert len(tangents(1, 16, 1)) == 2  # parts of one head's keys cannot be halved
+    assert len(tangents(1, 16, sinks=torch.zeros(16))) == 2
+    assert len(tangents(2, 8, sinks=torch.zeros(8))) == 4
+
+
+def halved() -> None:
+    """In a process with Triton's interpreter: halves give what the whole does."""
+    from adatom.device import INTERPRETER
+    from adatom.ops.attention.triton_bwd_bwd import backward_backward
+    from adatom.ops.attention.triton_fwd import forward
+
+    halves, pieces = triton_jvp._halves, 0
+    launch_of_parts: Any = SimpleNamespace(meta={"PARTS": True, "PRECISION": "fp16x3"}, programs=8)
+
+    def forced(x: object, d: object, launch: object, rows: object) -> object:
+        nonlocal pieces
+        for piece in halves(x, d, launch_of_parts, rows):  # type: ignore[arg-type]
+            pieces += 1
+            yield piece
+
+    for (batch, heads, kv_heads), shape, sinks in (
+        ((1, 4, 2), (1, 4, 16, 20), False),
+        ((4, 2, 1), (2, 1, 16, 20), True),
+        ((2, 2, 2), (1, 2, 1, 20), False),
+    ):
+        q, dout = (torch.randn(batch, heads, 16, 16) for _ in range(2))
+        k, v = (torch.randn(batch, kv_heads, 20, 16) for _ in range(2))
+        given = {"bias": torch.randn(shape), "sinks": torch.randn(heads) if sinks else None}
+        x, o, _ = inputs_of(q=q, k=k, v=v, **given)
+        out, lse = forward(x, o)
+        moved = [torch.randn_like(t) if t is not None else None for t in x[:5]]
+        whole = backward_backward(x, o, out, lse, dout, lse, *moved, True)
+        triton_jvp._halves, pieces = forced, 0  # type: ignore[assignment]
+        with pretend(INTERPRETER._replace(sms=2)):
+            parted = backward_backward(x, o, out, lse, dout, lse, *moved, True)
+        triton_jvp._halves = halves
+        assert pieces == 2
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(whole, parted))  # type: ignore[arg-type]
+
+
+def test_halves_give_what_the_whole_does() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    code = "import test_triton_second; test_triton_second.halved()"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -87,7 +87,7 @@ def pick(name: str, configs: Configs, call: Call) -> Config:
     if call.device.arch == 0:
         return _INTERPRETED
     table, dim, bias = configs[family(call.device.arch)], max(call.head_dim, call.head_dim_v), call.x.bias
-    full = bias_kind(bias) == "full"
+    full = call.meta["BIAS"] == _BIAS["full"]
     options = {
         " packed": call.varlen,
         " softcap": call.o.softcap > 0,

@@ -33,10 +33,12 @@ from adatom.tiles.triton import (
 _NARROW = Config(64, 64, 4, 3, tma=True)
 _WIDE = Config(64, 128, 4, 2, tma=True)  # by pointer it spills, and a mask cuts most of few blocks: see `_tile`
 _SHORT = Config(64, 64, 4, 2, tma=True)  # four programs on a multiprocessor
+_LOW = Config(64, 64, 4, 3, tma=True, registers=96)  # five programs on a multiprocessor
+_TALL = Config(128, 64, 4, 3, tma=True)  # three, which take 1.2 times as long
 # (kind of arithmetic, largest head_dim) -> tile, for each family of architectures; found by `adatom bench --tune`.
 CONFIGS: dict[int, dict[tuple[str, int], Config]] = {
     90: {
-        ("half bias", 32): Config(64, 64, 4, 3, tma=True, registers=96),
+        ("half bias", 32): _LOW,
         ("half", 32): _NARROW,
         ("half bias", 64): _NARROW,
         ("half packed", 64): _NARROW,
@@ -175,6 +177,11 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
 def _tile(call: Call) -> Config:
     """The configuration for a call."""
     config = pick("fwd", CONFIGS, call)
+    if config is _LOW:
+        low, tall = (
+            -(-call.programs(call.len_q, c.block_m) // (each * call.device.sms)) for c, each in ((_LOW, 5), (_TALL, 3))
+        )
+        return _TALL if 6 * tall < 5 * low else _LOW
     if config is not _WIDE:
         return config
     if call.left >= 0 or not call.use_tma(config, call.x.q, call.x.k, call.x.v):

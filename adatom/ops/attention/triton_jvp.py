@@ -5,11 +5,15 @@
 The second derivative begins with the same pass, its cotangents in the place of tangents (docs/double_backward.md).
 """
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from adatom.ops.attention.problem import Inputs, Options, empty_like, empty_lse, empty_out
+from adatom.device import facts
+from adatom.ops.attention.problem import Inputs, Options, Remembered, empty_like, empty_lse, empty_out
 from adatom.ops.attention.triton_call import (
     LOW_TILES,
     NO_SPECIALIZE,
@@ -55,7 +59,7 @@ TANGENT_CONFIGS: Configs = {
         ("half wide bias", 128): Config(128, 32, 8, 2, tma=True),
         ("half ragged bias", 128): Config(64, 32, 4, 2, tma=True),
         ("half", 128): Config(128, 64, 8, 2, tma=True),
-        ("half", 256): Config(64, 32, 4, 1, tma=True, spill=2048),
+        ("half", 256): Config(64, 32, 4, 1, tma=True, spill=3072),
         ("tf32", 64): Config(64, 64, 4, 2, tma=True, spill=4096),
         ("tf32", 128): Config(128, 64, 8, 2, tma=True, spill=8192),
         ("tf32", 256): Config(64, 32, 8, 2, tma=True, spill=32768),
@@ -267,6 +271,40 @@ def _launch(
     return Launch(_tangent_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
 
 
+def _in_two_turns(launch: Launch, sms: int) -> bool:
+    """Whether each operand comes in two parts, and half of the programs, more than there are multiprocessors, take half
+    of the time."""
+    if not launch.meta["PARTS"] or launch.meta["PRECISION"] != "fp16x3":
+        return False
+    turns, of_half = (-(-programs // max(sms, 1)) for programs in (launch.programs, launch.programs // 2))
+    return 4 <= 2 * of_half <= turns
+
+
+def _halves(
+    x: Inputs, d: Directions, launch: Launch, rows: Iterable[torch.Tensor | None]
+) -> Iterator[tuple[Inputs, Directions, list[Any]]]:
+    """(inputs, directions, rows) of a call in two halves, of its batch or of the heads of one element, where keys and
+    values come in two parts each: as large as they and their directions together, these are the peak of the memory,
+    and then half of that. Whole where there is nothing to halve, where halves take longer, and where they lie between
+    multiples of 16 bytes."""
+    dim = int(len(x.q) == 1)
+    tensors: list[Any] = [x.q, x.k, x.v, x.bias, d.q, d.k, d.v, d.bias, *rows]
+    cut = [t for t in tensors if t is not None and t.shape[dim] > 1]
+    if (
+        not _in_two_turns(launch, facts(x.q.device).sms)
+        or x.k.shape[dim] == 1
+        or (dim == 1 and x.sinks is not None)
+        or any(t.shape[dim] % 2 or t.shape[dim] // 2 * t.stride(dim) * t.element_size() % 16 for t in cut)
+    ):
+        yield x, d, tensors[8:]
+        return
+    for i in (0, 1):
+        q, k, v, bias, *rest = (t if t is None or t.shape[dim] == 1 else t.chunk(2, dim)[i] for t in tensors)
+        half = Inputs(q, k, v, bias, x.sinks)
+        of = Directions(half, *rest[:4], d.sinks)
+        yield Remembered.of(half, x.memo) if isinstance(x, Remembered) else half, of, rest[4:]
+
+
 def tangent_pass(
     x: Inputs, o: Options, d: Directions, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
@@ -275,12 +313,23 @@ def tangent_pass(
     ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
     u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
     launch = remembered(x, "tangent", lambda: _launch(x, o, d, out, dout, dlse is not None, ddout))
+    for part, of, rows in _halves(x, d, launch, (out, lse, dout, dlse, ddout, g, u, delta)):
+        _tangents(part, o, of, launch if part is x else None, *rows)
+    return ddout, g, u, delta
+
+
+def _tangents(
+    x: Inputs, o: Options, d: Directions, launch: Launch | None, out: torch.Tensor, lse: torch.Tensor,
+    dout: torch.Tensor | None, dlse: torch.Tensor | None, ddout: torch.Tensor, *rows: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write ddO and g, u, delta of the whole call, by the Launch given, or of half of it."""
+    if launch is None:
+        launch = remembered(x, "half tangent", lambda: _launch(x, o, d, out, dout, dlse is not None, ddout))
     parts, units = in_tiles(x, o, d.k, d.v, launch.meta["BLOCK_N"]) if launch.meta["PARTS"] else (None, None)
     launch(
         x.q, x.k, x.v, x.bias, x.sinks, x.kv_lens, x.cu_seqlens_q, x.cu_seqlens_k, out, lse, dout, dlse,
-        d.q, d.k, d.v, d.bias, d.sinks, parts, units, ddout, g, u, delta,
+        d.q, d.k, d.v, d.bias, d.sinks, parts, units, ddout, *rows,
     )  # fmt: skip
-    return ddout, g, u, delta
 
 
 def jvp(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from adatom.ops.attention.problem import Inputs, Options, Remembered, empty
 from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, pick, reduce_to
 
 TILE_NO_SPECIALIZE = ["heads", "left", "right", "len_q", "len_k"]
+SMALL = 512  # bytes of the keys of a (batch, head) up to which a GPU begins programs too slowly for one each
 PIECE = 2**22  # elements of the gradients of keys of each query head, at most, before heads that share them are summed
 TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
 
@@ -19,14 +21,17 @@ class TileCall(Call):
 
     widens = False
 
-    def __init__(self, x: Inputs, o: Options, name: str, tables: TileConfigs) -> None:
+    def __init__(self, x: Inputs, o: Options, name: str, tables: TileConfigs, most: int = 1) -> None:
+        """most: how many small (batch, head) a program may own."""
         super().__init__(x, o)
         block_n = max(16, 1 << (self.len_k - 1).bit_length())
         self.config = pick(name, tables[block_n], self)._replace(block_n=block_n)
+        tile_bytes = self.len_k * max(self.head_dim, self.head_dim_v) * x.q.element_size()
+        self.per = gcd(self.batch * self.heads, most) if tile_bytes <= SMALL else 1
 
     def program_count(self) -> int:
-        """One program for each (batch, head)."""
-        return self.batch * self.heads
+        """One program for `per` (batch, head)."""
+        return self.batch * self.heads // self.per
 
     def numbers(self) -> tuple[Any, ...]:
         """heads, len_q, len_k, left, right, scale, softcap."""

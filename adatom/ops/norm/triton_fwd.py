@@ -17,7 +17,7 @@ from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, rememb
 from adatom.tiles.launch import Launch
 from adatom.tiles.triton import after_previous
 
-# (bytes of an element, largest length) -> tile
+# (bytes of an element, largest length) -> tile; per_sm for rows that are held in 16 bits
 CONFIGS: dict[tuple[int, int], Config] = {
     (2, 128): Config(32, 4),
     (2, 256): Config(16, 4),
@@ -25,7 +25,8 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 1024): Config(4, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
-    (2, 8192): Config(1, 4),
+    (2, 8191): Config(1, 8, 4),
+    (2, 8192): Config(1, 16, 3),
     (2, 12288): Config(1, 16, chunks=4),
     (2, 16384): Config(1, 32, chunks=2),
     (2, 32768): Config(1, 32, chunks=4),
@@ -38,11 +39,10 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 8192): Config(1, 16),
     (4, 16384): Config(1, 32, chunks=4),
 }
-# per_sm for rows that are held in 16 bits
 LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
 # with a residual, if the sum has 16 bits: to read two tensors again costs more than to hold their sum
 _SUM = {(2, 12288): Config(1, 16, 2), (2, 16384): Config(1, 16, 2), (2, 32768): Config(1, 16, 1)}
-RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1)} | _SUM
+RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1), (2, 8191): Config(1, 4), (2, 8192): Config(1, 4)} | _SUM
 LAYER_RESIDUAL = LAYER | _SUM
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
