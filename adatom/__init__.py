@@ -34,7 +34,7 @@ _flops.register()
 
 
 def __getattr__(name: str) -> Any:
-    """`adatom.nn`, imported when it is first asked for."""
-    if name == "nn":
-        return importlib.import_module("adatom.nn")
+    """`adatom.nn`, `adatom.compat` and `adatom.integrations`, imported when they are first asked for."""
+    if name in ("nn", "compat", "integrations"):
+        return importlib.import_module(f"adatom.{name}")
     raise AttributeError(f"module 'adatom' has no attribute {name!r}")

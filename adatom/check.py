@@ -52,6 +52,13 @@ def require_dense(*tensors: torch.Tensor | None, instead: str = "") -> None:
     require(fits, f"dense tensors, not sparse or nested ones{instead}", TypeError)
 
 
+def require_operators(backend: str | None) -> None:
+    """Raise NotImplementedError where a backend was asked for that is not PyTorch's operators, which alone serve."""
+    fits = backend in (None, "torch", "reference", "deterministic")
+    words = 'backend "torch" in forward mode and under torch.func, where PyTorch\'s operators compute layers'
+    require(fits, words, NotImplementedError, backend=backend)
+
+
 def readable(x: torch.Tensor) -> bool:
     """Whether the host may look at the numbers in x: on a CPU, neither fake, traced nor one of many under vmap."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():

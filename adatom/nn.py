@@ -42,13 +42,12 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or self.kv_heads < 1 or heads % self.kv_heads:
+        if not (whole(heads, 1) and whole(self.kv_heads, 1)) or heads % self.kv_heads:
             require(False, "heads to be a positive multiple of kv_heads", heads=heads, kv_heads=self.kv_heads)
         if head_dim is None and embed_dim % heads:
             require(False, "embed_dim to be a multiple of heads, or a head_dim", embed_dim=embed_dim, heads=heads)
         self.embed_dim, self.head_dim = embed_dim, embed_dim // heads if head_dim is None else head_dim
-        if self.head_dim < 1:
-            require(False, "a head_dim of at least 1", head_dim=self.head_dim)
+        require(whole(self.head_dim, 1), "a head_dim of at least 1", head_dim=self.head_dim)
         attention_options(self.head_dim, causal, window, softcap, scale, precision)
         self.causal, self.window, self.softcap, self.scale = causal, window, softcap, scale
         self.precision, self.backend = precision, backend
@@ -84,6 +83,12 @@ class Attention(nn.Module):
         for name, t in tensors.items():
             optional = t is None and name not in ("query", "key", "value")
             require(optional or isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})
+        for name in ("attn_mask", "key_padding_mask"):
+            t = tensors[name]
+            fits = t is None or t.dtype == torch.bool or t.is_floating_point()
+            require(
+                fits, "a mask of bool, where True is masked, or a float one, which is added", TypeError, **{name: t}
+            )
         fits = query.dim() == key.dim() == value.dim() == 3
         require(fits, "query, key and value (batch, length, features)", query=query, key=key, value=value)
         if attn_mask is not None:
@@ -129,17 +134,18 @@ class Attention(nn.Module):
             device=weight.device,
             dtype=weight.dtype,
         )
-        if mha.in_proj_weight is None:
-            weights = (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight)
-        else:
-            weights = mha.in_proj_weight.chunk(3)
+        names = [f"{one}_proj_weight" for one in "qkv"] if mha.in_proj_weight is None else ["in_proj_weight"] * 3
+        weights: Any = map(mha.get_parameter, names) if mha.in_proj_weight is None else mha.in_proj_weight.chunk(3)
         biases = (None,) * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
         with torch.no_grad():
-            for linear, w, b in zip((self.q, self.k, self.v), weights, biases):
+            for linear, name, w, b in zip((self.q, self.k, self.v), names, weights, biases):
                 linear.weight.copy_(w)
                 if b is not None:
-                    linear.bias.copy_(b)
+                    linear.bias.copy_(b).requires_grad_(mha.in_proj_bias.requires_grad)
+                linear.weight.requires_grad_(mha.get_parameter(name).requires_grad)
             self.out.load_state_dict(mha.out_proj.state_dict())
+        for name, p in self.out.named_parameters():
+            p.requires_grad_(mha.out_proj.get_parameter(name).requires_grad)
         return self.train(mha.training)
 
     def extra_repr(self) -> str:
@@ -306,6 +312,11 @@ class MoE(nn.Module):
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != torch.float32:
             self.selection_bias = bias.to(self.selection_bias.device, torch.float32)
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.selection_bias is not None:  # with assign=True, a state of 16 bits
+            self.selection_bias = self.selection_bias.float()
 
     def extra_repr(self) -> str:
         experts, _, dim = self.gate_up.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -423,6 +424,48 @@ def test_forward_mode_carries_tangents():
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent, want[1])
             with pytest.raises(NotImplementedError, match="no weight_grad in forward mode"):
                 adatom.linear(dual, w, weight_grad=torch.zeros(6, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
+def test_forward_mode_in_16_bits_errs_as_pytorch_does(activation, dtype):
+    """Activations are computed in float32, as in a plain call: also where their cubes are beyond float16."""
+    z = torch.cat((torch.linspace(-4, 4, 801), torch.tensor([-300.0, 148.0, 300.0]))).to(dtype)[:, None]
+    one = torch.ones(1, 1, dtype=dtype)
+    value, tangent = torch.func.jvp(
+        lambda x: adatom.linear(x, one, activation=activation), (z,), (torch.ones_like(z),)
+    )  # fmt: skip
+    exact, slope = torch.func.jvp(
+        lambda x: adatom.linear(x, one.double(), activation=activation), (z.double(),), (torch.ones_like(z).double(),)
+    )
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(value.double(), exact, rtol=eps, atol=eps / 16)
+    torch.testing.assert_close(tangent.double(), slope, rtol=eps, atol=eps / 2)
+    torch.testing.assert_close(value, adatom.linear(z, one, activation=activation), rtol=0, atol=0)
+
+
+def test_forward_mode_never_falls_back():
+    x, w, n = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
+    for layer in (
+        lambda v, b: adatom.linear(v, w, backend=b),
+        lambda v, b: adatom.mlp(v, w, w, w, backend=b),
+        lambda v, b: adatom.rms_norm(v, n, backend=b),
+        lambda v, b: adatom.moe(v, v[:, :3], w[None].repeat(3, 2, 1), w[None].repeat(3, 1, 1), top_k=2, backend=b),
+    ):
+        for backend in (None, "torch", "deterministic"):
+            torch.func.jvp(partial(layer, b=backend), (x,), (x,))
+        for backend in ("triton", "nonsense"):
+            with pytest.raises(NotImplementedError, match=f'backend "torch" in forward mode.*{backend}'):
+                torch.func.jvp(partial(layer, b=backend), (x,), (x,))
+
+
+def test_the_gradient_of_a_computed_weight_is_not_dropped():
+    a, x, buffer = torch.randn(6, 6, requires_grad=True), torch.randn(4, 6), torch.zeros(6, 6)
+    with pytest.raises(ValueError, match="a weight that is a leaf"):
+        adatom.linear(x, a @ a, weight_grad=buffer)
+    with torch.autocast("cpu"):  # its cast of a leaf is none of these
+        adatom.linear(x, a, weight_grad=buffer).sum().backward()
+    assert buffer.any()
 
 
 def test_results_may_be_changed_in_place():

@@ -467,7 +467,7 @@ def test_the_selection_bias_stays_float32(cast):
     assert other.selection_bias.dtype == torch.float32 and torch.equal(other.selection_bias, bias)
     low = {name: t.bfloat16() for name, t in m.state_dict().items()}
     other.load_state_dict(low, assign=True)
-    assert other.float().selection_bias.dtype == torch.float32
+    assert other.selection_bias.dtype == torch.float32 and other.router.dtype == torch.bfloat16
     for device, dtype in (("meta", None), ("cpu", torch.bfloat16), ("meta", torch.bfloat16)):
         moved = copy.deepcopy(m).to(device=device, dtype=dtype)
         assert moved.selection_bias.device.type == device and moved.selection_bias.dtype == torch.float32
@@ -492,3 +492,27 @@ def test_numbers_of_numpy_serve():
         adatom.expert_counts(torch.tensor([0, 1]), 2.5)
     with pytest.raises(ValueError, match="which is no parameter here"):
         MoE(8, 4, 4, 2, scale=torch.ones(()))
+
+
+def test_a_score_of_minus_infinity_does_not_let_other_groups_in():
+    """Of the kept group, one expert is barred by its bias; those of other groups are not taken in its place."""
+    barred = torch.zeros(8)
+    barred[5] = -torch.inf
+    logits = torch.tensor([[0.0, -1, -2, -3, 3, 2, -1, -2]])
+    weights, indices = adatom.moe_route(logits, 2, scoring="sigmoid", groups=(4, 1, 1), selection_bias=barred)
+    assert indices.tolist() == [[4, 5]]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("junk", [torch.nan, -torch.inf])
+def test_tokens_that_do_not_count_give_no_gradient(scoring, junk):
+    logits, indices = torch.randn(5, 3), torch.randint(3, (5, 2))
+    logits[3] = junk
+    logits.requires_grad_()
+    mask = torch.tensor([True, True, False, False, True])
+    loss = adatom.load_balancing_loss(logits, indices, scoring=scoring, mask=mask)
+    loss.backward()
+    assert not logits.grad[~mask].any() and logits.grad[mask].isfinite().all() and logits.grad[mask].any()
+    alone = adatom.load_balancing_loss(logits.detach()[mask], indices[mask], scoring=scoring)
+    torch.testing.assert_close(loss.detach(), alone)

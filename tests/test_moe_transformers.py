@@ -95,6 +95,21 @@ def test_models_are_what_eager_models_are(name, dtype):
         torch.testing.assert_close(found[n], g, **tolerance, msg=lambda m, n=n: f"{n}: {m}")
 
 
+def test_activations_that_are_functions_serve(monkeypatch):
+    """LFM2's experts hold torch.nn.functional.silu, no module."""
+    seen = []
+    monkeypatch.setattr("adatom.integrations.transformers_moe.moe_routed", lambda x, *a, **k: seen.append(k) or x)
+    experts = build("mixtral", "adatom", torch.float32).model.layers[0].mlp.experts
+    del experts.act_fn
+    experts.act_fn = torch.nn.functional.silu
+    routed = torch.zeros(2, 2, dtype=torch.long), torch.ones(2, 2)
+    assert experts_forward(experts, torch.randn(2, 32), *routed).shape == (2, 32)
+    assert seen == [{"activation": "silu"}]
+    experts.act_fn = torch.nn.functional.mish
+    with pytest.raises(NotImplementedError, match="an activation among"):
+        experts_forward(experts, torch.randn(2, 32), *routed)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adatoms_experts_run(name, monkeypatch):
     """What is compared above is not the eager model with itself."""

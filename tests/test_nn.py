@@ -164,6 +164,22 @@ def test_what_does_not_fit_is_refused_in_words():
     for given in ({"query": None}, {"query": x, "key": [1]}, {"query": x, "attn_mask": [1]}):
         with pytest.raises(TypeError, match="expected tensors; got"):
             layer(**given)
+    padding, added = torch.zeros(4, 5, dtype=torch.uint8), torch.zeros(5, 5)
+    for given in ({"key_padding_mask": padding}, {"attn_mask": added.long()}):  # 0 and 1 must not be added to scores
+        with pytest.raises(TypeError, match=r"a mask of bool.*a float one.*(uint8|int64)"):
+            layer(x, **{"attn_mask": added, "bias": added, **given})
+    for heads in (2.0, "2"):
+        with pytest.raises(ValueError, match="heads to be a positive multiple"):
+            Attention(16, heads)
     for options in ({"window": 3}, {"softcap": -3.0}, {"scale": "1"}, {"precision": "fp8"}):
         with pytest.raises((TypeError, ValueError), match="adatom: expected.*" + next(iter(options))):
             Attention(16, 2, **options)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_copy_keeps_frozen_weights_frozen(apart):
+    theirs = torch.nn.MultiheadAttention(16, 4, kdim=8 if apart else None, batch_first=True)
+    (theirs.q_proj_weight if apart else theirs.in_proj_weight).requires_grad_(False)
+    theirs.out_proj.bias.requires_grad_(False)
+    frozen = {name for name, p in Attention.from_torch(theirs).named_parameters() if not p.requires_grad}
+    assert frozen == ({"q.weight"} if apart else {"q.weight", "k.weight", "v.weight"}) | {"out.bias"}

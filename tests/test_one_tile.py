@@ -50,6 +50,24 @@ def test_refusals_are_words(problem, words):
     assert chosen(problem) != {"one_tile"}
 
 
+def test_small_problems_share_a_program():
+    """Two (batch, head) of at most 512 bytes of keys, in the forward and the backward; others have one each."""
+    triton_tile = pytest.importorskip("adatom.ops.attention.triton_tile")
+
+    def per(keys, dim, dtype=torch.float32, batch=10, heads=3):
+        with pretend(HOPPER):
+            x, o, _ = api.inputs_of(*(torch.empty(batch, heads, keys, dim, dtype=dtype) for _ in range(3)))
+            launches = triton_tile._forward(x, o, x.q), triton_tile._backward(x, o, x.q, False, False, x[:3])
+        for launch in launches:
+            assert launch.programs * launch.meta["PER"] == batch * heads
+        (found,) = {launch.meta["PER"] for launch in launches}
+        return found
+
+    assert per(8, 16) == per(16, 8) == per(16, 16, torch.bfloat16) == 2
+    assert per(16, 16) == per(32, 8) == per(17, 16, torch.bfloat16) == 1
+    assert per(8, 16, batch=3, heads=3) == 1  # an odd number of them
+
+
 def interpreted(*command):
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "COLUMNS": "120"}

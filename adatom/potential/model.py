@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import adatom
-from adatom.check import require
+from adatom.check import require, whole
 from adatom.potential.graph import Graph, require_known
 from adatom.potential.parts import seen, silu, swap, turn
 
@@ -126,6 +126,10 @@ class Potential(nn.Module):
         elements = tuple(elements)
         require_known(elements, cutoff)
         require(degree in (1, 2), "harmonics up to degree 1 or 2", degree=degree)
+        sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "scalars": scalars, "radial": radial}
+        require(all(whole(n, 1) for n in sizes.values()), "positive integers", **sizes)
+        require(whole(layers, 0), "layers of at least 0", layers=layers)
+        require(heads % kv_heads == 0, "heads to be a multiple of kv_heads", heads=heads, kv_heads=kv_heads)
         self.elements, self.cutoff, self.degree, self.attend = elements, cutoff, degree, attend
         features = radial + 2 * len(self.elements) + 1
         self.embed = nn.Sequential(nn.Linear(features, width), Silu(), nn.Linear(width, width))

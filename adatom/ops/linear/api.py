@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import require, require_dense, supplied
-from adatom.ops.linear import op, reference
+from adatom.check import require, require_dense, require_operators, supplied
+from adatom.ops.linear import op
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
+from adatom.ops.linear.torch_linear import differentiable
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,8 +42,10 @@ def linear(
         weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
             float32, and weight.grad stays as it is (accumulation over micro-batches). Every backward
             through the layer adds, also one that asks for other gradients only; it cannot be differentiated, nor can
-            the layer in forward mode. Nothing is added for a weight that requires no gradient.
-        precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee".
+            the layer in forward mode or under vmap. Nothing is added for a weight that requires no gradient; one that
+            was computed from others is refused, which would get none.
+        precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee". In
+            forward mode products are PyTorch's, which on a GPU go by torch.backends.cuda.matmul.
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
 
     Returns:
@@ -54,6 +57,7 @@ def linear(
 
     Source: GELU: Hendrycks and Gimpel, arXiv:1606.08415; SiLU: Elfwing et al., arXiv:1702.03118.
     """
+    leaf = not isinstance(weight, torch.Tensor) or weight.is_leaf  # autocast casts it
     x, weight, _, bias, o = _checked(x, weight, None, bias, activation, False, precision)
     if weight_grad is not None:
         fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
@@ -67,6 +71,7 @@ def linear(
             weight_grad=weight_grad,
         )
         require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
+        require(leaf, "with weight_grad, a weight that is a leaf: what it is computed from would get no gradient")
     return call(x, weight, None, bias, o, backend, recompute, weight_grad)
 
 
@@ -83,8 +88,8 @@ def call(
     """The operator on checked arguments, keeping what its backward needs if there may be one."""
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
         require(into is None, "no weight_grad in forward mode, whose operators know of none", NotImplementedError)
-        rows = Inputs(rows_of(x), weight, up, bias)
-        out = reference.value(reference.preactivation(rows), o).to(x.dtype)
+        require_operators(backend)
+        out = differentiable(Inputs(rows_of(x), weight, up, bias), o)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     given = (x, weight, up, bias)
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)

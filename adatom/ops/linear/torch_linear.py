@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from adatom.ops.linear import reference
 from adatom.ops.linear.problem import Inputs, Options
 
 Tensor = torch.Tensor
@@ -42,6 +43,15 @@ def forward(x: Inputs, o: Options, keep: bool) -> tuple[Tensor, Tensor | None]:
         out = VALUES[o.activation](gate)
         return out.mul_(up) if out is not gate else out * up, z if pre else None
     return VALUES[o.activation](z), z if pre else None
+
+
+def differentiable(x: Inputs, o: Options) -> Tensor:
+    """out by operators that PyTorch differentiates in any mode."""
+    z = reference.preactivation(x)
+    if not o.gated:
+        return VALUES[o.activation](z)
+    gate, up = z.chunk(2, 1)
+    return VALUES[o.activation](gate) * up
 
 
 def gradient(x: Inputs, o: Options, kept: Tensor | None, dout: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import require, require_dense
+from adatom.check import require, require_dense, require_operators
 from adatom.ops.linear.api import options_of
 from adatom.ops.linear.problem import rows_of
 from adatom.ops.moe.op import moe_fwd
@@ -77,6 +77,7 @@ def moe_routed(
     """
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
+        require_operators(backend)
         return differentiable(given, o).view(shape)
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return moe_fwd(*given, *o, backend, wants and not recompute)[0].view(shape)

@@ -25,7 +25,8 @@ def moe_route(
         router_logits: (..., experts), floating.
         top_k: experts of a token, 1 to experts.
         scoring: "softmax" over all experts, or "sigmoid" of each: the scores, in float32 (float64 of float64).
-        renormalize: divide a token's weights by their sum. With "softmax", that is the softmax of the chosen logits.
+        renormalize: divide a token's weights by their sum (of "sigmoid" and 1e-20, as DeepSeek-V3 does). With
+            "softmax", that is the softmax of the chosen logits.
         selection_bias: (experts,), added to the scores for choosing only: weights are scores without it, and it gets no
             gradient.
         groups: (n, kept) or (n, kept, best): the experts are n groups of neighbours; a token chooses from the `kept`
@@ -105,17 +106,19 @@ def load_balancing_loss(
         fits and indices.device == device, "integer indices (..., top_k) of router_logits (..., experts), one device",
         router_logits=router_logits, indices=indices,
     )  # fmt: skip
-    probabilities = _scores(router_logits, scoring)
-    if scoring == "sigmoid":
-        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + _NONE)
-    experts = router_logits.shape[-1]
-    tokens = probabilities.new_full((), math.prod(lead))
     if mask is not None:
         fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == lead and mask.device == device
         require(
             fits, "a bool mask (...) of router_logits (..., experts), one device", router_logits=router_logits,
             mask=mask,
         )  # fmt: skip
+        router_logits = torch.where(mask[..., None], router_logits, 0)  # NaN there must not reach a gradient
+    probabilities = _scores(router_logits, scoring)
+    if scoring == "sigmoid":
+        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + _NONE)
+    experts = router_logits.shape[-1]
+    tokens = probabilities.new_full((), math.prod(lead))
+    if mask is not None:
         indices = torch.where(mask[..., None], indices, experts)
         probabilities = torch.where(mask[..., None], probabilities, 0)
         tokens = mask.sum().to(probabilities.dtype)
@@ -191,13 +194,14 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _within_groups(choice: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """-inf for the experts of all but the chosen groups."""
+    """-inf for the experts of all but the chosen groups, where no score is as low as that."""
     n, kept, best = (*groups, 2)[:3]
     size = choice.shape[-1] // n
     apart = choice.unflatten(-1, (n, size))
     sums = apart.topk(min(best, size), dim=-1).values.sum(-1)
     chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(kept, dim=-1).indices, True)
-    return torch.where(chosen[..., None], apart, -torch.inf).flatten(-2)
+    lowest = torch.finfo(choice.dtype).min
+    return torch.where(chosen[..., None], apart.clamp(min=lowest), -torch.inf).flatten(-2)
 
 
 def within_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:

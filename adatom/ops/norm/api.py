@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from adatom.check import finite, require, require_dense, supplied
+from adatom.check import finite, require, require_dense, require_operators, supplied
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
@@ -87,6 +87,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
         return y if residual is None else (y, h)
     given = _checked(x, residual, weight, bias, eps)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        require_operators(backend)
         y, h, *_ = reference.forward(*given, eps, centred, False)
     else:
         y, h, *_ = norm_fwd(*given, eps, centred, backend)

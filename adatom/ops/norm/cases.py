@@ -186,14 +186,16 @@ GPU: tuple[Case, ...] = (
     _layer("f32 layer last large", (30, 70), 384, F32, layout="last"),
     _layer("f32 layer offset large", 500, 4096, F32, offset=1000.0),
     _layer("f32 layer offset long", 50, 70000, F32, offset=1000.0),
-    *(_rms(f"bf16 rms alone {n}", 517, n, BF16, keep=False) for n in (1024, 4096, 16384)),
+    *(_rms(f"bf16 rms alone {n}", 517, n, BF16, keep=False) for n in (1024, 4096, 7168, 8192, 16384)),
+    _rms("bf16 rms 7168", 301, 7168, BF16),
+    _rms("f16 rms 5000", 301, 5000, F16),
     *(_layer(f"bf16 layer alone {n}", 517, n, BF16, keep=False) for n in (1024, 8192, 100003)),
     _rms("bf16 rms huge", 2**20 + 7, 2064, BF16),
 )
 _QUICK = ("1024", "8192", "32768", "131072", "training", "swapped")
 QUICK: tuple[Case, ...] = (*SMALL[::3], *(c for c in GPU if not c.huge and c.name.endswith(_QUICK) and c.rows > 60))
 COMPILE: tuple[Case, ...] = (
-    *(_rms(f"bf16 rms {n}", 4096, n, BF16) for n in _LENGTHS),
+    *(_rms(f"bf16 rms {n}", 4096, n, BF16) for n in (*_LENGTHS, 7168)),
     *(_rms(f"bf16 rms residual {n}", 4096, n, BF16, residual=BF16) for n in _LENGTHS),
     *(_layer(f"bf16 layer {n}", 4096, n, BF16) for n in _LENGTHS),
     *(_layer(f"bf16 layer residual {n}", 4096, n, BF16, residual=BF16) for n in (12288, 16384, 32768)),

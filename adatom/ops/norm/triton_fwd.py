@@ -25,7 +25,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (2, 1024): Config(4, 4),
     (2, 2048): Config(2, 4),
     (2, 4096): Config(1, 8),
-    (2, 8191): Config(1, 8, 4),
+    (2, 7168): Config(1, 8, 4),
     (2, 8192): Config(1, 16, 3),
     (2, 12288): Config(1, 16, chunks=4),
     (2, 16384): Config(1, 32, chunks=2),
@@ -42,7 +42,7 @@ CONFIGS: dict[tuple[int, int], Config] = {
 LAYER = CONFIGS | {(2, 8192): Config(1, 8, 4), (2, 16384): Config(1, 16, 2)}
 # with a residual, if the sum has 16 bits: to read two tensors again costs more than to hold their sum
 _SUM = {(2, 12288): Config(1, 16, 2), (2, 16384): Config(1, 16, 2), (2, 32768): Config(1, 16, 1)}
-RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1), (2, 8191): Config(1, 4), (2, 8192): Config(1, 4)} | _SUM
+RESIDUAL = CONFIGS | {(2, 1024): Config(2, 1), (2, 7168): Config(1, 4), (2, 8192): Config(1, 4)} | _SUM
 LAYER_RESIDUAL = LAYER | _SUM
 LONG = Config(1, 16, chunks=0)  # rows that no tile holds
 LONG_BLOCK = 8192
