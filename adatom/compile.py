@@ -445,7 +445,7 @@ def _archs(text: str | None, quick: bool, warm: bool) -> list[int]:
 def command(
     arch: Annotated[str | None, typer.Option(help="Architectures, e.g. sm_80,sm_90. Default: all.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print every specialisation as JSON.")] = False,
-    quick: Annotated[bool, typer.Option(help="A thin selection: three architectures, one case of each kind.")] = False,
+    quick: Annotated[bool, typer.Option(help="A thin selection: four architectures, one case of each kind.")] = False,
     warm: Annotated[bool, typer.Option(help="Fill Triton's cache for this machine's GPU.")] = False,
     only: Annotated[str, typer.Option("-k", help="Only what has all these words: sm_90 _fwd_kernel causal")] = "",
     jobs: Annotated[int, typer.Option(help="Processes; 0: as many as there are CPUs.")] = 0,
