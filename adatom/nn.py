@@ -83,12 +83,9 @@ class Attention(nn.Module):
         for name, t in tensors.items():
             optional = t is None and name not in ("query", "key", "value")
             require(optional or isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})
-        for name in ("attn_mask", "key_padding_mask"):
-            t = tensors[name]
+        for t in (attn_mask, key_padding_mask):
             fits = t is None or t.dtype == torch.bool or t.is_floating_point()
-            require(
-                fits, "a mask of bool, where True is masked, or a float one, which is added", TypeError, **{name: t}
-            )
+            require(fits, "a mask of bool, where True is masked, or a float one, which is added", TypeError, mask=t)
         fits = query.dim() == key.dim() == value.dim() == 3
         require(fits, "query, key and value (batch, length, features)", query=query, key=key, value=value)
         if attn_mask is not None:
@@ -134,18 +131,15 @@ class Attention(nn.Module):
             device=weight.device,
             dtype=weight.dtype,
         )
-        names = [f"{one}_proj_weight" for one in "qkv"] if mha.in_proj_weight is None else ["in_proj_weight"] * 3
-        weights: Any = map(mha.get_parameter, names) if mha.in_proj_weight is None else mha.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
+        joint = mha.in_proj_weight is not None
+        given = (mha.in_proj_weight,) * 3 if joint else (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight)
         with torch.no_grad():
-            for linear, name, w, b in zip((self.q, self.k, self.v), names, weights, biases):
-                linear.weight.copy_(w)
-                if b is not None:
-                    linear.bias.copy_(b).requires_grad_(mha.in_proj_bias.requires_grad)
-                linear.weight.requires_grad_(mha.get_parameter(name).requires_grad)
-            self.out.load_state_dict(mha.out_proj.state_dict())
-        for name, p in self.out.named_parameters():
-            p.requires_grad_(mha.out_proj.get_parameter(name).requires_grad)
+            for i, (linear, w) in enumerate(zip((self.q, self.k, self.v), given)):
+                linear.weight.copy_(w.chunk(3)[i] if joint else w).requires_grad_(w.requires_grad)
+                if mha.in_proj_bias is not None:
+                    linear.bias.copy_(mha.in_proj_bias.chunk(3)[i]).requires_grad_(mha.in_proj_bias.requires_grad)
+            for p, w in zip(self.out.parameters(), mha.out_proj.parameters()):
+                p.copy_(w).requires_grad_(w.requires_grad)
         return self.train(mha.training)
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -162,3 +163,46 @@ def test_profilers_that_hook_into_triton_see_the_launch(direct):
     finally:
         knobs.runtime.launch_enter_hook.remove(print)
     assert called == [(11, "box", 9, "constant")] and not run.taken
+
+
+def test_kernels_whose_programs_wait_for_each_other_take_turns(monkeypatch):
+    """A stream waits, once, for the one that was last; nobody in one stream alone, or while a graph is captured."""
+    import torch
+
+    from adatom.tiles import launch
+
+    waits, now = [], SimpleNamespace(stream=None, capturing=())
+
+    class Stream(SimpleNamespace):
+        def wait_stream(self, other):
+            waits.append((self.cuda_stream, other.cuda_stream))
+
+    @contextmanager
+    def current(stream):
+        before, now.stream = now.stream, stream
+        yield
+        now.stream = before
+
+    streams, device = [Stream(cuda_stream=n) for n in range(3)], torch.device("cuda", 1)
+    monkeypatch.setattr(launch, "_waiting", {})
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: now.stream)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream.cuda_stream, raising=False
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.stream.cuda_stream in now.capturing)
+
+    def in_turn(*numbers, capturing=()):
+        waits.clear()
+        now.capturing = capturing
+        for n in numbers:
+            with current(streams[n]):
+                launch.in_turn(device)
+        return waits
+
+    assert in_turn(0, 0, 0) == []
+    assert in_turn(1, 2, 2, 0) == [(1, 0), (2, 1), (0, 2)]
+    assert in_turn(1, 0, 2, capturing=(1,)) == [(2, 0)]
+    assert in_turn(1, capturing=(2,)) == []  # the last one is being captured now
+    assert in_turn(2) == [(2, 1)]
+    launch.in_turn(torch.device("cpu"))
