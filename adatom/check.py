@@ -52,11 +52,10 @@ def require_dense(*tensors: torch.Tensor | None, instead: str = "") -> None:
     require(fits, f"dense tensors, not sparse or nested ones{instead}", TypeError)
 
 
-def require_operators(backend: str | None) -> None:
-    """Raise NotImplementedError where a backend was asked for that is not PyTorch's operators, which alone serve."""
+def require_operators(backend: str | None, where: str) -> None:
+    """Raise NotImplementedError for a backend that is not PyTorch's operators; `where` these alone serve."""
     fits = backend in (None, "torch", "reference", "deterministic")
-    words = 'backend "torch" in forward mode and under torch.func, where PyTorch\'s operators compute layers'
-    require(fits, words, NotImplementedError, backend=backend)
+    require(fits, f'backend "torch" {where}, which PyTorch\'s operators serve', NotImplementedError, backend=backend)
 
 
 def readable(x: torch.Tensor) -> bool:

@@ -138,8 +138,8 @@ class Attention(nn.Module):
                 linear.weight.copy_(w.chunk(3)[i] if joint else w).requires_grad_(w.requires_grad)
                 if mha.in_proj_bias is not None:
                     linear.bias.copy_(mha.in_proj_bias.chunk(3)[i]).requires_grad_(mha.in_proj_bias.requires_grad)
-            for p, w in zip(self.out.parameters(), mha.out_proj.parameters()):
-                p.copy_(w).requires_grad_(w.requires_grad)
+            for name, p in self.out.named_parameters():
+                p.copy_(w := getattr(mha.out_proj, name)).requires_grad_(w.requires_grad)
         return self.train(mha.training)
 
     def extra_repr(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -166,43 +165,43 @@ def test_profilers_that_hook_into_triton_see_the_launch(direct):
 
 
 def test_kernels_whose_programs_wait_for_each_other_take_turns(monkeypatch):
-    """A stream waits, once, for the one that was last; nobody in one stream alone, or while a graph is captured."""
+    """A stream waits for the kernels that were last, if in another; nobody in one stream alone, or in a graph."""
     import torch
 
     from adatom.tiles import launch
 
-    waits, now = [], SimpleNamespace(stream=None, capturing=())
+    done, now = [], SimpleNamespace(stream=None, capturing=False)
+
+    class Event:
+        def record(self, stream):
+            self.of = stream.number
+            done.append(f"record {self.of}")
 
     class Stream(SimpleNamespace):
-        def wait_stream(self, other):
-            waits.append((self.cuda_stream, other.cuda_stream))
+        device_index = 1
 
-    @contextmanager
-    def current(stream):
-        before, now.stream = now.stream, stream
-        yield
-        now.stream = before
+        def wait_event(self, event):
+            done.append(f"{self.number} waits for {event.of}")
 
-    streams, device = [Stream(cuda_stream=n) for n in range(3)], torch.device("cuda", 1)
-    monkeypatch.setattr(launch, "_waiting", {})
-    monkeypatch.setattr(torch.cuda, "stream", current)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: now.stream)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream.cuda_stream, raising=False
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.stream.cuda_stream in now.capturing)
+    monkeypatch.setattr(launch, "_last", {})
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
 
-    def in_turn(*numbers, capturing=()):
-        waits.clear()
-        now.capturing = capturing
+    def in_turn(*numbers, device="cuda:1"):
+        done.clear()
         for n in numbers:
-            with current(streams[n]):
-                launch.in_turn(device)
-        return waits
+            now.stream = Stream(number=n, cuda_stream=1000 + n)
+            with launch.in_turn(torch.device(device)):
+                done.append(f"launch {n}")
+        return done
 
-    assert in_turn(0, 0, 0) == []
-    assert in_turn(1, 2, 2, 0) == [(1, 0), (2, 1), (0, 2)]
-    assert in_turn(1, 0, 2, capturing=(1,)) == [(2, 0)]
-    assert in_turn(1, capturing=(2,)) == []  # the last one is being captured now
-    assert in_turn(2) == [(2, 1)]
-    launch.in_turn(torch.device("cpu"))
+    assert in_turn(0, 0) == ["launch 0", "record 0", "launch 0", "record 0"]
+    assert in_turn(0, 1, 1) == [
+        "launch 0", "record 0", "1 waits for 0", "launch 1", "record 1", "launch 1", "record 1"
+    ]  # fmt: skip
+    now.capturing = True
+    assert in_turn(2) == ["launch 2"]
+    now.capturing = False
+    assert in_turn(2) == ["2 waits for 1", "launch 2", "record 2"]
+    assert in_turn(3, device="cpu") == ["launch 3"]

@@ -431,17 +431,21 @@ def test_forward_mode_carries_tangents():
 def test_forward_mode_in_16_bits_errs_as_pytorch_does(activation, dtype):
     """Activations are computed in float32, as in a plain call: also where their cubes are beyond float16."""
     z = torch.cat((torch.linspace(-4, 4, 801), torch.tensor([-300.0, 148.0, 300.0]))).to(dtype)[:, None]
-    one = torch.ones(1, 1, dtype=dtype)
-    value, tangent = torch.func.jvp(
-        lambda x: adatom.linear(x, one, activation=activation), (z,), (torch.ones_like(z),)
-    )  # fmt: skip
-    exact, slope = torch.func.jvp(
-        lambda x: adatom.linear(x, one.double(), activation=activation), (z.double(),), (torch.ones_like(z).double(),)
-    )
+    one, none = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
+
+    def layer(x):
+        return adatom.linear(x, one.to(x.dtype), none.to(x.dtype), activation=activation)
+
+    value, tangent = torch.func.jvp(layer, (z,), (torch.ones_like(z),))
+    exact, slope = torch.func.jvp(layer, (z.double(),), (torch.ones_like(z).double(),))
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(value.double(), exact, rtol=eps, atol=eps / 16)
     torch.testing.assert_close(tangent.double(), slope, rtol=eps, atol=eps / 2)
-    torch.testing.assert_close(value, adatom.linear(z, one, activation=activation), rtol=0, atol=0)
+    x, w, b = (torch.randn(n, 64).to(dtype) for n in (32, 48, 1))
+    for tensors in ((x, w), (x, w, b[0, :48])):
+        plain = adatom.linear(*tensors, activation=activation)
+        carried, _ = torch.func.jvp(partial(adatom.linear, activation=activation), tensors, tensors)
+        torch.testing.assert_close(carried, plain, rtol=0, atol=0)
 
 
 def test_forward_mode_never_falls_back():

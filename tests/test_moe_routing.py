@@ -502,6 +502,9 @@ def test_a_score_of_minus_infinity_does_not_let_other_groups_in():
     weights, indices = adatom.moe_route(logits, 2, scoring="sigmoid", groups=(4, 1, 1), selection_bias=barred)
     assert indices.tolist() == [[4, 5]]
     torch.testing.assert_close(weights.sum(-1), torch.ones(1))
+    one = torch.full((8,), -torch.inf)
+    one[2] = 0  # of all experts the only one that may be chosen, beside one of its group
+    assert adatom.moe_route(torch.zeros(1, 8), 2, scoring="sigmoid", groups=(4, 2), selection_bias=one)[1][0, 0] == 2
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

@@ -51,10 +51,10 @@ def test_refusals_are_words(problem, words):
 
 
 def test_small_problems_share_a_program():
-    """Two (batch, head) of at most 512 bytes of keys, in the forward and the backward; others have one each."""
+    """Two (batch, head) of at most 512 bytes of keys, if many, in the forward and the backward; others one each."""
     triton_tile = pytest.importorskip("adatom.ops.attention.triton_tile")
 
-    def per(keys, dim, dtype=torch.float32, batch=10, heads=3):
+    def per(keys, dim, dtype=torch.float32, batch=3000, heads=3):
         with pretend(HOPPER):
             x, o, _ = api.inputs_of(*(torch.empty(batch, heads, keys, dim, dtype=dtype) for _ in range(3)))
             launches = triton_tile._forward(x, o, x.q), triton_tile._backward(x, o, x.q, False, False, x[:3])
@@ -65,7 +65,8 @@ def test_small_problems_share_a_program():
 
     assert per(8, 16) == per(16, 8) == per(16, 16, torch.bfloat16) == 2
     assert per(16, 16) == per(32, 8) == per(17, 16, torch.bfloat16) == 1
-    assert per(8, 16, batch=3, heads=3) == 1  # an odd number of them
+    assert per(8, 16, batch=3001, heads=3) == 1  # an odd number of them
+    assert per(8, 16, batch=2000, heads=4) == 1 and per(8, 16, batch=2112, heads=4) == 2  # so few have programs at once
 
 
 def interpreted(*command):

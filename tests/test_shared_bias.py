@@ -96,11 +96,12 @@ def test_memory_is_that_of_results_and_rows(cuda, shape, backend):
 
 
 def test_the_forward_takes_tall_tiles_where_they_need_fewer_turns_of_the_gpu():
-    def rows(batch, heads, length, arch=90):
+    def rows(batch, heads, length, **mask):
         q = torch.empty(batch, heads, length, 32, dtype=BF16, device="meta")
-        with pretend(H100._replace(arch=arch)):
-            x, o, _ = inputs_of(q, q, q, bias=torch.empty(1, heads, length, length, dtype=BF16, device="meta"))
+        with pretend(H100):
+            x, o, _ = inputs_of(q, q, q, **mask, bias=torch.empty(1, heads, length, length, dtype=BF16, device="meta"))
             return triton_fwd._tile(Call(x, o)).block_m
 
     assert rows(64, 4, 384) == rows(8, 16, 768) == rows(16, 8, 333) == 128  # 2, 2, 1 turns for 3, 3, 2
     assert rows(2, 16, 2048) == rows(512, 4, 512) == rows(4, 8, 200) == 64  # 2, 21, 1 for 2, 25, 1
+    assert rows(64, 4, 384, causal=True) == rows(64, 4, 384, window=(9, None)) == 64  # not timed

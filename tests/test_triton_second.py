@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,14 +61,17 @@ def test_lines_for_options_serve_up_to_their_head_dim() -> None:
     assert picked(table, 128, bias=bias(BF16)) == large and picked(table, 128) == small
 
 
-def tangents(batch: int, heads: int, kv_heads: int = 0, **options: object) -> list[tuple[str, tuple[int, ...]]]:
+def tangents(
+    batch: int, heads: int, kv_heads: int = 0, length: int = 4096, keys: int = 0, **options: object
+) -> list[tuple[str, tuple[int, ...]]]:
     """The kernels of the pass that the second derivative of float32 attention begins with on an H100, and of what shape
     their first tensors are."""
-    q, out = (torch.empty(batch, heads, 4096, 64) for _ in range(2))
-    k, lse = torch.empty(batch, kv_heads or heads, 4096, 64), torch.empty(batch, heads, 4096)
+    q, out = (torch.empty(batch, heads, length, 64) for _ in range(2))
+    k, lse = torch.empty(batch, kv_heads or heads, keys or length, 64), torch.empty(batch, heads, length)
     seen: list[tuple[str, tuple[int, ...]]] = []
 
-    def observe(kernel: object, args: tuple[torch.Tensor, ...], *_: object) -> None:
+    def observe(kernel: object, args: tuple[torch.Tensor, ...], meta: dict[str, object], _: object) -> None:
+        assert meta.get("PARTS", True)
         seen.append((kernel.fn.__name__, tuple(args[0].shape)))  # type: ignore[attr-defined]
 
     with pretend(DEVICES[90]), observed(observe):
@@ -88,6 +90,10 @@ def test_keys_and_values_are_in_parts_for_half_of_the_heads_at_a_time() -> None:
     assert tangents(1, 4) == kernels(1, 4, 4096, 64)
     assert tangents(1, 8) == kernels(1, 8, 4096, 64)
     assert tangents(1, 10) == kernels(1, 10, 4096, 64)
+    assert tangents(128, 1, length=2048) == 2 * kernels(64, 1, 2048, 64)
+    assert tangents(128, 1, length=512) == 2 * kernels(64, 1, 512, 64)
+    # halves would be too small for descriptors, and so for parts
+    assert [shape[0] for _, shape in tangents(128, 1, length=512, keys=64)] == [128, 128]
     assert tangents(1, 16, precision="tf32") == kernels(1, 16, 4096, 64)  # one part each
     assert len(tangents(1, 16, 1)) == 2  # parts of one head's keys cannot be halved
     assert len(tangents(1, 16, sinks=torch.zeros(16))) == 2
@@ -96,19 +102,16 @@ def test_keys_and_values_are_in_parts_for_half_of_the_heads_at_a_time() -> None:
 
 def halved() -> None:
     """In a process with Triton's interpreter: halves give what the whole does."""
-    from adatom.device import INTERPRETER
     from adatom.ops.attention.triton_bwd_bwd import backward_backward
     from adatom.ops.attention.triton_fwd import forward
 
-    halves, pieces = triton_jvp._halves, 0
-    launch_of_parts: Any = SimpleNamespace(meta={"PARTS": True, "PRECISION": "fp16x3"}, programs=8)
+    tangents_of, asked, parts = triton_jvp._tangents, triton_jvp._halves_cost_nothing, []
 
-    def forced(x: object, d: object, launch: object, rows: object) -> object:
-        nonlocal pieces
-        for piece in halves(x, d, launch_of_parts, rows):  # type: ignore[arg-type]
-            pieces += 1
-            yield piece
+    def noted(x: Any, *rest: Any) -> None:
+        parts.append(x.q.shape)
+        tangents_of(x, *rest)
 
+    triton_jvp._tangents = noted
     for (batch, heads, kv_heads), shape, sinks in (
         ((1, 4, 2), (1, 4, 16, 20), False),
         ((4, 2, 1), (2, 1, 16, 20), True),
@@ -120,13 +123,14 @@ def halved() -> None:
         x, o, _ = inputs_of(q=q, k=k, v=v, **given)
         out, lse = forward(x, o)
         moved = [torch.randn_like(t) if t is not None else None for t in x[:5]]
-        whole = backward_backward(x, o, out, lse, dout, lse, *moved, True)
-        triton_jvp._halves, pieces = forced, 0  # type: ignore[assignment]
-        with pretend(INTERPRETER._replace(sms=2)):
-            parted = backward_backward(x, o, out, lse, dout, lse, *moved, True)
-        triton_jvp._halves = halves
-        assert pieces == 2
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(whole, parted))  # type: ignore[arg-type]
+        found = []
+        for ask in (asked, lambda *_: True):
+            triton_jvp._halves_cost_nothing = ask  # type: ignore[assignment]
+            found.append(backward_backward(x, o, out, lse, dout, lse, *moved, True))
+        half = (1, heads // 2) if batch == 1 else (batch // 2, heads)
+        assert [p[:2] for p in parts] == [(batch, heads), half, half]
+        parts.clear()
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found))  # type: ignore[arg-type]
 
 
 def test_halves_give_what_the_whole_does() -> None:

@@ -32,8 +32,6 @@ _ACTIVATIONS = {
     "NewGELUActivation": "gelu_tanh",
     "ReLU": "relu",
     "LinearActivation": "none",
-    "silu": "silu",
-    "relu": "relu",
 }
 
 
@@ -59,7 +57,7 @@ def experts_forward(
         ("the usual gate", type(m)._apply_gate.__module__ != ALL_EXPERTS_FUNCTIONS.__class__.__module__),
     ):
         require(not unfit, f"experts with {what}", NotImplementedError, module=name)
-    activation = _ACTIVATIONS.get(getattr(m.act_fn, "__name__", type(m.act_fn).__name__))  # or torch's function
+    activation = "silu" if m.act_fn is torch.nn.functional.silu else _ACTIVATIONS.get(type(m.act_fn).__name__)
     if activation is None:
         require(False, f"an activation among {', '.join(_ACTIVATIONS)}", NotImplementedError, act_fn=m.act_fn)
     gate_up, down = m.gate_up_proj, m.down_proj

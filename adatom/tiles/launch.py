@@ -45,25 +45,26 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, An
             meta = meta | {"num_stages": meta["num_stages"] - 1}
 
 
-_waiting: dict[int, torch.cuda.Stream] = {}  # of each device, the stream that `in_turn` was called for last
+_last: dict[int, tuple[int, torch.cuda.Event]] = {}  # of each device: what `in_turn` launched, in which stream
 
 
-def in_turn(device: torch.device) -> None:
-    """To be called before kernels whose programs wait for each other: the current stream waits for the one in which
-    such kernels were launched last. Those of many streams at once could each hold a part of the GPU, and wait for the
-    rest for ever. It costs nothing while all come in one stream, and does nothing while a CUDA graph is captured."""
+@contextmanager
+def in_turn(device: torch.device) -> Iterator[None]:
+    """For launching kernels whose programs wait for each other: the current stream waits for those that were launched
+    so before, if in another stream. Those of many streams at once could each hold a part of the GPU, and wait for the
+    rest for ever. Kernels of CUDA graphs are not looked after."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        yield
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    last = _waiting.get(index)
-    if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(index):
-        return
-    _waiting[index] = stream = torch.cuda.current_stream(index)
-    if last is not None:
-        with torch.cuda.stream(last):
-            captured = torch.cuda.is_current_stream_capturing()
-        if not captured:
-            stream.wait_stream(last)
+    stream = torch.cuda.current_stream(device)
+    number, event = _last.get(stream.device_index, (0, None))
+    another = event is None or number != stream.cuda_stream
+    if event is not None and another:
+        stream.wait_event(event)
+    yield
+    done = torch.cuda.Event() if another or event is None else event
+    done.record(stream)
+    _last[stream.device_index] = stream.cuda_stream, done
 
 
 class Launch:

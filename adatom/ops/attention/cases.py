@@ -423,11 +423,11 @@ GPU: tuple[Case, ...] = (
             (KINDS[0], 600, 30, 64, 64, "b11k-inf"),
             (KINDS[2], 600, 16, 16, 8, "b11k-far"),
             (KINDS[0], 700, 16, 32, 32, ""),
-            (KINDS[2], 901, 16, 8, 8, "b11k"),
-            (KINDS[3], 700, 8, 16, 16, "bh1k"),
-            (KINDS[0], 901, 16, 16, 16, "bhqk-inf"),
-            (KINDS[1], 700, 9, 16, 8, ""),
-            (KINDS[4], 60, 12, 8, 8, "b11k"),
+            (KINDS[2], 1101, 16, 8, 8, "b11k"),
+            (KINDS[3], 1100, 8, 16, 16, "bh1k"),
+            (KINDS[0], 1101, 16, 16, 16, "bhqk-inf"),
+            (KINDS[1], 1100, 9, 16, 8, ""),
+            (KINDS[4], 1100, 12, 8, 8, "b11k"),
             (KINDS[2], 60, 50, 40, 24, "b1qk-bool"),
             (KINDS[2], 60, 64, 64, 64, "bhqk"),
             (KINDS[0], 60, 64, 64, 64, "bh1k"),
@@ -455,8 +455,8 @@ GPU: tuple[Case, ...] = (
     Case("neighbours, few queries", 600, 8, 8, 1, 48, 32, 32, F32, bias="b11k"),
     Case("neighbours, rows apart", 60, 8, 2, 33, 64, 8, 24, F32, bias="b11k", layout="apart"),
     Case("neighbours, gqa", 600, 8, 2, 33, 64, 16, 16, F32, bias="b11k", sinks=True, layout="bshd"),
-    Case("neighbours, two in a program", 601, 6, 3, 12, 15, 16, 8, F16, bias="b11k", sinks=True, kv_lens=True),
-    Case("neighbours, odd", 601, 1, 1, 16, 16, 8, 8, F32, bias="b11k", softcap=4.0),
+    Case("neighbours, two in a program", 1501, 6, 3, 12, 15, 16, 8, F16, bias="b11k", sinks=True, kv_lens=True),
+    Case("neighbours, odd", 8449, 1, 1, 16, 16, 8, 8, F32, bias="b11k", softcap=4.0),
     Case("neighbours, causal", 600, 4, 4, 50, 64, 24, 16, BF16, causal=True, window=(30, None), softcap=4.0),
     Case("neighbours, everything", 600, 4, 2, 100, 60, 24, 32, F32, bias="b11k-inf", window=(50, None), **_ALL),
     # large enough for keys and values in parts
@@ -464,6 +464,10 @@ GPU: tuple[Case, ...] = (
     Case("in parts tf32", 1, 8, 8, 1040, 1030, 32, 32, F32, "tf32", causal=True, window=(300, None), softcap=5.0),
     Case("in parts 64x40", 2, 4, 4, 800, 900, 64, 40, F32, bias="b11k", layout="bshd"),
     Case("in parts 48 tf32", 2, 4, 4, 800, 900, 48, 48, F32, "tf32", bias="bhqk"),
+    # and these in halves: of the batch, of the heads, with slices of a bias
+    Case("in halves", 4, 8, 8, 2048, 2048, 64, 64, F32),
+    Case("in halves, gqa", 1, 32, 16, 2048, 2048, 64, 64, F32, causal=True),
+    Case("in halves, bias", 4, 8, 8, 2048, 2048, 64, 32, F32, bias="2hqk"),
     # few queries over many keys
     *(
         Case(f"few {name}", batch, heads, kv_heads, *lengths, d, d, dtype, **options)

@@ -351,6 +351,9 @@ COMPILE_TILE: tuple[Case, ...] = (
             ("bias b11k window causal sinks", {"bias": "b11k", "window": (30, None), "causal": True, "sinks": True}),
         )
     ),
+    *(  # many small ones: two in a program
+        Case(f"{kind_of(*kind)} 16 tile 8 many", 2400, 4, 4, 8, 8, 16, 16, *kind, bias="b11k") for kind in KINDS
+    ),
     *(  # few queries: 16 and 64 rows of a tile
         Case(f"{kind_of(*kind)} {d} few {rows}", 4, 16, 2, rows // 8, 4096, d, d, *kind, causal=True)
         for kind in KINDS
@@ -402,9 +405,11 @@ QUICK_CASES = (
     "bf16 64 window causal sinks",
     "bf16 64 varlen causal",
 )
-QUICK_TILES: tuple[str, ...] = ("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "bf16 32 whole heads")
-QUICK_TILES += ("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows", "bf16 64 one tile")
-QUICK_TILES += ("bf16 32 whole heads f32 bias", "bf16 64 f32 bias", "bf16 128 f32 bias")
+QUICK_TILES: tuple[str, ...] = (
+    *("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "tf32x3 16 tile 8 many", "bf16 32 whole heads"),
+    *("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows", "bf16 64 one tile"),
+    *("bf16 32 whole heads f32 bias", "bf16 64 f32 bias", "bf16 128 f32 bias"),
+)
 
 
 def selection(quick: bool) -> tuple[Case, ...]:

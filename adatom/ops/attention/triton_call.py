@@ -17,6 +17,7 @@ from adatom.ops.attention.problem import Inputs, Options, Remembered, bias_kind,
 from adatom.tiles.launch import Launch, tile_dim
 
 _BIAS = {"none": 0, "key": 1, "query": 2, "full": 3}
+LEAST_BY_TMA = 2**28  # multiply-adds of a product that repay making descriptors
 _L2_BYTES = 24 * 2**20  # keys and values of the heads in flight: half of an H100's L2
 
 
@@ -255,7 +256,7 @@ class Call:
             and not self.varlen
             and not self.widened
             and not (keys and self.x.kv_lens is not None)
-            and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= 2**28
+            and self.batch * self.heads * self.len_q * self.len_k * self.head_dim >= LEAST_BY_TMA
             and all(
                 x.data_ptr() % 16 == 0
                 and x.stride(3) == 1

@@ -177,7 +177,7 @@ def _fwd_kernel(Q, K, V, Bias, Sinks, Lens, CuQ, CuK, Out, Lse,
 def _tile(call: Call) -> Config:
     """The configuration for a call."""
     config = pick("fwd", CONFIGS, call)
-    if config is _LOW:
+    if config is _LOW and call.left < 0 and call.right < 0 and call.x.kv_lens is None:
         low, tall = (
             -(-call.programs(call.len_q, c.block_m) // (each * call.device.sms)) for c, each in ((_LOW, 5), (_TALL, 3))
         )

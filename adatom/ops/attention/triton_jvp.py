@@ -15,6 +15,7 @@ import triton.language as tl
 from adatom.device import facts
 from adatom.ops.attention.problem import Inputs, Options, Remembered, empty_like, empty_lse, empty_out
 from adatom.ops.attention.triton_call import (
+    LEAST_BY_TMA,
     LOW_TILES,
     NO_SPECIALIZE,
     Blocks,
@@ -271,32 +272,32 @@ def _launch(
     return Launch(_tangent_kernel, call.programs(call.len_q, m), scalars, meta, config.spill, blocks)
 
 
-def _in_two_turns(launch: Launch, sms: int) -> bool:
-    """Whether each operand comes in two parts, and half of the programs, more than there are multiprocessors, take half
-    of the time."""
+def _halves_cost_nothing(x: Inputs, launch: Launch, sms: int) -> bool:
+    """Whether each operand comes in two parts, as it would in halves, and half of the programs, one of them on a
+    multiprocessor at a time and twice or more in turn, take half of the turns."""
     if not launch.meta["PARTS"] or launch.meta["PRECISION"] != "fp16x3":
         return False
-    turns, of_half = (-(-programs // max(sms, 1)) for programs in (launch.programs, launch.programs // 2))
+    if x.q.numel() * x.k.shape[2] < 2 * LEAST_BY_TMA:
+        return False
+    turns, of_half = (-(-programs // sms) for programs in (launch.programs, launch.programs // 2))
     return 4 <= 2 * of_half <= turns
 
 
 def _halves(
-    x: Inputs, d: Directions, launch: Launch, rows: Iterable[torch.Tensor | None]
-) -> Iterator[tuple[Inputs, Directions, list[Any]]]:
-    """(inputs, directions, rows) of a call in two halves, of its batch or of the heads of one element, where keys and
-    values come in two parts each: as large as they and their directions together, these are the peak of the memory,
-    and then half of that. Whole where there is nothing to halve, where halves take longer, and where they lie between
-    multiples of 16 bytes."""
+    x: Inputs, d: Directions, rows: Iterable[torch.Tensor | None]
+) -> Iterator[tuple[Inputs, Directions, Iterable[torch.Tensor | None]]]:
+    """(inputs, directions, rows) of a call in two halves, of its batch or of the heads of one element. Keys and values
+    in parts are as large as they and their directions together, the peak of the memory: of a half, half of that. Whole
+    where there is nothing to halve, or halves lie between multiples of 16 bytes."""
     dim = int(len(x.q) == 1)
     tensors: list[Any] = [x.q, x.k, x.v, x.bias, d.q, d.k, d.v, d.bias, *rows]
     cut = [t for t in tensors if t is not None and t.shape[dim] > 1]
     if (
-        not _in_two_turns(launch, facts(x.q.device).sms)
-        or x.k.shape[dim] == 1
+        x.k.shape[dim] == 1
         or (dim == 1 and x.sinks is not None)
         or any(t.shape[dim] % 2 or t.shape[dim] // 2 * t.stride(dim) * t.element_size() % 16 for t in cut)
     ):
-        yield x, d, tensors[8:]
+        yield x, d, rows
         return
     for i in (0, 1):
         q, k, v, bias, *rest = (t if t is None or t.shape[dim] == 1 else t.chunk(2, dim)[i] for t in tensors)
@@ -313,8 +314,10 @@ def tangent_pass(
     ddout, g = empty_out(x.q, x.v), empty_lse(x.q)
     u, delta = (g, g) if dout is None else (empty_like(lse), empty_like(lse))
     launch = remembered(x, "tangent", lambda: _launch(x, o, d, out, dout, dlse is not None, ddout))
-    for part, of, rows in _halves(x, d, launch, (out, lse, dout, dlse, ddout, g, u, delta)):
-        _tangents(part, o, of, launch if part is x else None, *rows)
+    rows: Any = out, lse, dout, dlse, ddout, g, u, delta
+    halved = _halves_cost_nothing(x, launch, facts(x.q.device).sms)
+    for part, of, some in _halves(x, d, rows) if halved else ((x, d, rows),):
+        _tangents(part, o, of, launch if part is x else None, *some)
     return ddout, g, u, delta
 
 

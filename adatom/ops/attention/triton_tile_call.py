@@ -12,6 +12,7 @@ from adatom.ops.attention.triton_call import Call, Config, Configs, bias_grad, p
 
 TILE_NO_SPECIALIZE = ["heads", "left", "right", "len_q", "len_k"]
 SMALL = 512  # bytes of the keys of a (batch, head) up to which a GPU begins programs too slowly for one each
+MANY = 64  # programs for each multiprocessor from which on that counts: twice what one holds
 PIECE = 2**22  # elements of the gradients of keys of each query head, at most, before heads that share them are summed
 TileConfigs = dict[int, Configs]  # for each number of keys (a power of two) up to which they serve
 
@@ -27,7 +28,8 @@ class TileCall(Call):
         block_n = max(16, 1 << (self.len_k - 1).bit_length())
         self.config = pick(name, tables[block_n], self)._replace(block_n=block_n)
         tile_bytes = self.len_k * max(self.head_dim, self.head_dim_v) * x.q.element_size()
-        self.per = gcd(self.batch * self.heads, most) if tile_bytes <= SMALL else 1
+        small = tile_bytes <= SMALL and self.batch * self.heads >= MANY * self.device.sms
+        self.per = gcd(self.batch * self.heads, most) if small else 1
 
     def program_count(self) -> int:
         """One program for `per` (batch, head)."""

@@ -42,8 +42,8 @@ def linear(
         weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
             float32, and weight.grad stays as it is (accumulation over micro-batches). Every backward
             through the layer adds, also one that asks for other gradients only; it cannot be differentiated, nor can
-            the layer in forward mode or under vmap. Nothing is added for a weight that requires no gradient; one that
-            was computed from others is refused, which would get none.
+            the layer in forward mode or under torch.func. Nothing is added for a weight that requires no gradient; one
+            that was computed from others (or is a view, as FSDP's may be) is refused, as those would get none.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee". In
             forward mode products are PyTorch's, which on a GPU go by torch.backends.cuda.matmul.
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
@@ -57,7 +57,7 @@ def linear(
 
     Source: GELU: Hendrycks and Gimpel, arXiv:1606.08415; SiLU: Elfwing et al., arXiv:1702.03118.
     """
-    leaf = not isinstance(weight, torch.Tensor) or weight.is_leaf  # autocast casts it
+    given = weight  # autocast casts it
     x, weight, _, bias, o = _checked(x, weight, None, bias, activation, False, precision)
     if weight_grad is not None:
         fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
@@ -71,7 +71,7 @@ def linear(
             weight_grad=weight_grad,
         )
         require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
-        require(leaf, "with weight_grad, a weight that is a leaf: what it is computed from would get no gradient")
+        require(given.is_leaf, "with weight_grad, a weight that is a leaf: what it is made of would get no gradient")
     return call(x, weight, None, bias, o, backend, recompute, weight_grad)
 
 
@@ -88,7 +88,7 @@ def call(
     """The operator on checked arguments, keeping what its backward needs if there may be one."""
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
         require(into is None, "no weight_grad in forward mode, whose operators know of none", NotImplementedError)
-        require_operators(backend)
+        require_operators(backend, "in forward mode")
         out = differentiable(Inputs(rows_of(x), weight, up, bias), o)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     given = (x, weight, up, bias)

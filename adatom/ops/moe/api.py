@@ -77,7 +77,7 @@ def moe_routed(
     """
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
-        require_operators(backend)
+        require_operators(backend, "in forward mode")
         return differentiable(given, o).view(shape)
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return moe_fwd(*given, *o, backend, wants and not recompute)[0].view(shape)

@@ -194,14 +194,14 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _within_groups(choice: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """-inf for the experts of all but the chosen groups, where no score is as low as that."""
+    """-inf for the experts of all but the chosen groups, where nothing is as low as that: nor do groups with a barred
+    expert, or their sums, count as little as those with none but such."""
     n, kept, best = (*groups, 2)[:3]
     size = choice.shape[-1] // n
-    apart = choice.unflatten(-1, (n, size))
+    apart = choice.unflatten(-1, (n, size)).clamp(min=torch.finfo(choice.dtype).min / size)
     sums = apart.topk(min(best, size), dim=-1).values.sum(-1)
     chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(kept, dim=-1).indices, True)
-    lowest = torch.finfo(choice.dtype).min
-    return torch.where(chosen[..., None], apart.clamp(min=lowest), -torch.inf).flatten(-2)
+    return torch.where(chosen[..., None], apart, -torch.inf).flatten(-2)
 
 
 def within_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:

@@ -87,7 +87,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
         return y if residual is None else (y, h)
     given = _checked(x, residual, weight, bias, eps)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        require_operators(backend)
+        require_operators(backend, "in forward mode and under torch.func")
         y, h, *_ = reference.forward(*given, eps, centred, False)
     else:
         y, h, *_ = norm_fwd(*given, eps, centred, backend)
