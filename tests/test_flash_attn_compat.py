@@ -212,6 +212,8 @@ def test_refusals():
         flash_attn_varlen_func(*varlen, 4, 4, block_table=torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="alibi_slopes"):
         flash_attn_varlen_func(*varlen, 4, 4, alibi_slopes=torch.ones(2))
+    with pytest.raises(ValueError, match="alibi_slopes of shape.*on q's device.*on meta"):
+        flash_attn_func(*(torch.randn(1, 4, 2, 8) for _ in range(3)), alibi_slopes=torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match=r"max_seqlen_k of at least the longest sequence, 4; got max_seqlen=3"):
         flash_attn_varlen_func(*varlen, 4, 3)
     with pytest.raises(ValueError, match=r"alibi_slopes of shape \(2,\) or \(1, 2\).*\[3\]"):

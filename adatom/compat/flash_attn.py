@@ -243,8 +243,11 @@ def _alibi(slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     require(
-        _dims(slopes) <= {1, 2} and slopes.shape in ((heads,), (batch, heads)) and slopes.is_floating_point(),
-        f"float alibi_slopes of shape ({heads},) or ({batch}, {heads})",
+        _dims(slopes) <= {1, 2}
+        and slopes.shape in ((heads,), (batch, heads))
+        and slopes.is_floating_point()
+        and slopes.device == q.device,
+        f"float alibi_slopes of shape ({heads},) or ({batch}, {heads}), on q's device",
         q=q,
         alibi_slopes=slopes,
     )
