@@ -92,9 +92,10 @@ def test_tensor_cores_of_each_architecture(toys):
 def test_failures(toys, arch):
     spills = toys[arch, "centre", 128]
     assert spills["local_stores"] > 0
-    assert spills["failure"] == f"spills {spills['spill']} bytes; its configuration allows 0"
+    register = 0 if arch == "sm_90" else 4  # one more where nothing was tuned
+    assert spills["failure"] == f"spills {spills['spill']} bytes; its configuration allows {register}"
     calm = toys[arch, "centre", 64]
-    assert (calm["spill"], calm["spill_allowed"], calm["failure"]) == (0, 80, None)  # 64 and a quarter
+    assert (calm["spill"], calm["spill_allowed"], calm["failure"]) == (0, 80 + register, None)  # 64 and a quarter
     large = toys[arch, "product", 128]
     assert large["failure"].startswith(f"needs {large['shared']} bytes of shared memory; {arch} has")
     assert large["shared"] > large["shared_limit"] > 160_000
