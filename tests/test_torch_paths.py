@@ -400,6 +400,16 @@ def test_masked_keys_are_skipped() -> None:
     assert part.reach(slice(16, 32)) == slice(12, 34)
 
 
+@pytest.mark.parametrize("left", [31, 255, 1023])
+def test_a_window_costs_little_more_than_it_shows(left: int) -> None:
+    q = torch.empty(2, 4, 4096, 8)
+    x, o, _ = inputs_of(q, q, q, causal=True, window=(left, 0))
+    blocks = [block for _, blocks in torch_chunked._walk(x, o) for block in blocks]
+    rows = sum(i.stop - i.start for i, _ in blocks)  # of all parts
+    scores = sum((i.stop - i.start) * (j.stop - j.start) for i, j in blocks)
+    assert scores <= rows * (left + 1 + max(torch_chunked.ROWS, left // 3))
+
+
 # On a GPU ----------------------------------------------------------------------------------------------------------
 
 
