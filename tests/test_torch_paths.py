@@ -400,14 +400,17 @@ def test_masked_keys_are_skipped() -> None:
     assert part.reach(slice(16, 32)) == slice(12, 34)
 
 
+@pytest.mark.parametrize("tile", torch_chunked.TILE.values())
 @pytest.mark.parametrize("left", [31, 255, 1023])
-def test_a_window_costs_little_more_than_it_shows(left: int) -> None:
+def test_a_window_costs_little_more_than_it_shows(left: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a tile hold more scores than it may, be it as large as a GPU's."""
+    monkeypatch.setitem(torch_chunked.TILE, "cpu", tile)
     q = torch.empty(2, 4, 4096, 8)
     x, o, _ = inputs_of(q, q, q, causal=True, window=(left, 0))
-    blocks = [block for _, blocks in torch_chunked._walk(x, o) for block in blocks]
-    rows = sum(i.stop - i.start for i, _ in blocks)  # of all parts
-    scores = sum((i.stop - i.start) * (j.stop - j.start) for i, j in blocks)
-    assert scores <= rows * (left + 1 + max(torch_chunked.ROWS, left // 3))
+    for part, blocks in torch_chunked._walk(x, o):
+        scores = [(i.stop - i.start) * (j.stop - j.start) for i, j in blocks]
+        assert sum(scores) <= 4096 * (left + 1 + torch_chunked.ROWS)
+        assert part.n * max(scores) <= tile
 
 
 # On a GPU ----------------------------------------------------------------------------------------------------------

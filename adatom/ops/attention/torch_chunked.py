@@ -306,8 +306,8 @@ def _walk(x: Inputs, o: Options) -> Iterator[tuple[_Part, list[tuple[slice, slic
     step_heads = min(kv_heads, fit)
     step_batch = min(batch, max(1, fit // kv_heads))
     step_rows = max(MIN_ROWS, tile // (step_batch * step_heads * group * width))
-    if width < seqlen_k:  # each further row of a tile brings keys that its first rows do not see
-        step_rows = min(step_rows, max(ROWS, width // 4))
+    if width < seqlen_k:  # a window: more rows would bring more keys than that
+        step_rows = min(step_rows, ROWS)
     lens = x.kv_lens.tolist() if x.kv_lens is not None and x.kv_lens.device.type == "cpu" else None
     repeats = _repeats(x)
     spans = (slice(0, batch),) if repeats == 1 else _split(batch, repeats)  # a part has one slice of the bias, or all
