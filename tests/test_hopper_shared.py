@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -530,7 +529,7 @@ def check_repeats(forward, backward, dtype, n_streams, shapes):
 
 
 def test_results_repeat_under_load_and_in_three_streams(cuda, monkeypatch):
-    monkeypatch.setattr(bwd.launch, "in_turn", lambda device: nullcontext())  # so few may run at once
+    monkeypatch.setattr(bwd.launch, "take_turn", lambda device: None)  # so few may run at once
     shapes = (72, 4, 500, 520), (8, 16, 768, 768), (64, 1, 900, 1000), (8, 4, 1100, 4088), (256, 4, 256, 256)
     check_repeats(fwd.forward, bwd.backward, HALF, 3, shapes)
 

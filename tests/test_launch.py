@@ -170,38 +170,41 @@ def test_kernels_whose_programs_wait_for_each_other_take_turns(monkeypatch):
 
     from adatom.tiles import launch
 
-    done, now = [], SimpleNamespace(stream=None, capturing=False)
-
-    class Event:
-        def record(self, stream):
-            self.of = stream.number
-            done.append(f"record {self.of}")
+    done, now = [], SimpleNamespace(stream=None, capturing=())
 
     class Stream(SimpleNamespace):
         device_index = 1
 
-        def wait_event(self, event):
-            done.append(f"{self.number} waits for {event.of}")
+        def wait_stream(self, other):
+            done.append(f"{self.stream_id} waits for {other.stream_id}")
+
+    class InStream:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            self.stream, now.stream = now.stream, self.stream
+
+        def __exit__(self, *error):
+            now.stream = self.stream
 
     monkeypatch.setattr(launch, "_last", {})
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", InStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.stream.stream_id in now.capturing)
 
-    def in_turn(*numbers, device="cuda:1"):
+    def taken(*numbers, device="cuda:1"):
         done.clear()
         for n in numbers:
-            now.stream = Stream(number=n, cuda_stream=1000 + n)
-            with launch.in_turn(torch.device(device)):
-                done.append(f"launch {n}")
+            now.stream = Stream(stream_id=n)
+            launch.take_turn(torch.device(device))
+            assert now.stream.stream_id == n
         return done
 
-    assert in_turn(0, 0) == ["launch 0", "record 0", "launch 0", "record 0"]
-    assert in_turn(0, 1, 1) == [
-        "launch 0", "record 0", "1 waits for 0", "launch 1", "record 1", "launch 1", "record 1"
-    ]  # fmt: skip
-    now.capturing = True
-    assert in_turn(2) == ["launch 2"]
-    now.capturing = False
-    assert in_turn(2) == ["2 waits for 1", "launch 2", "record 2"]
-    assert in_turn(3, device="cpu") == ["launch 3"]
+    assert taken(0, 0) == []
+    assert taken(1, 1, 3, 0, 0) == ["1 waits for 0", "3 waits for 1", "0 waits for 3"]
+    assert taken(1000, 1000, 5) == ["1000 waits for 0", "1000 waits for 0", "5 waits for 0"]  # 1000: not PyTorch's
+    now.capturing = (5, 7)
+    assert taken(7, 1) == []  # is captured; would wait for one that is
+    assert taken(3) == ["3 waits for 1"]
+    assert taken(9, device="cpu") == []

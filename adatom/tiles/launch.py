@@ -45,26 +45,25 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, An
             meta = meta | {"num_stages": meta["num_stages"] - 1}
 
 
-_last: dict[int, tuple[int, torch.cuda.Event]] = {}  # of each device: what `in_turn` launched, in which stream
+_last: dict[int, torch.cuda.Stream] = {}  # of each device: in which stream `take_turn` was called last
 
 
-@contextmanager
-def in_turn(device: torch.device) -> Iterator[None]:
-    """For launching kernels whose programs wait for each other: the current stream waits for those that were launched
-    so before, if in another stream. Those of many streams at once could each hold a part of the GPU, and wait for the
-    rest for ever. Kernels of CUDA graphs are not looked after."""
+def take_turn(device: torch.device) -> None:
+    """Ahead of kernels whose programs wait for each other: the current stream waits for the one in which such kernels
+    were launched last, if it is another. Those of many streams at once could each hold a part of the GPU, and wait for
+    the rest for ever. A stream that is alone is given nothing to do. CUDA graphs are not looked after, nor are streams
+    that are not PyTorch's waited for: they may be gone by the next call."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        yield
         return
     stream = torch.cuda.current_stream(device)
-    number, event = _last.get(stream.device_index, (0, None))
-    another = event is None or number != stream.cuda_stream
-    if event is not None and another:
-        stream.wait_event(event)
-    yield
-    done = torch.cuda.Event() if another or event is None else event
-    done.record(stream)
-    _last[stream.device_index] = stream.cuda_stream, done
+    last = _last.get(stream.device_index)
+    if last is not None and last != stream:
+        with torch.cuda.stream(last):
+            captured = torch.cuda.is_current_stream_capturing()
+        if not captured:
+            stream.wait_stream(last)
+    if stream.stream_id & 1 or not stream.stream_id:  # PyTorch's: odd, and 0 the default one
+        _last[stream.device_index] = stream
 
 
 class Launch:

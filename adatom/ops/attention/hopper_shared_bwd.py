@@ -375,8 +375,8 @@ def backward(
     else:
         rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
         ring = empty((ring_rows(plan.sums), 128), lse)
-        with launch.in_turn(x.q.device):
-            plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
-            plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers, parts)
+        launch.take_turn(x.q.device)
+        plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
+        plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers, parts)
     plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, parts, dbias)
     return dq, dk, dv, dbias, None

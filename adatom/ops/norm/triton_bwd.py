@@ -10,7 +10,6 @@ pass of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import triton
@@ -19,7 +18,7 @@ import triton.language as tl
 from adatom.device import Device, facts
 from adatom.ops.norm.triton_bwd_apart import SPILL, Share, apart_kernel, share_of
 from adatom.ops.norm.triton_rows import Config, Rows, mask_of, offset_of, remembered, tile_of
-from adatom.tiles.launch import Launch, in_turn
+from adatom.tiles.launch import Launch, take_turn
 from adatom.tiles.triton import after_previous
 
 # (bytes of an element, largest length) -> tile
@@ -328,9 +327,9 @@ class _Plan:
             None if t is None else rstd.new_empty(n, self.length) for t, n in zip((dweight, dbias), self.parts)
         ]
         if self.notes:
+            take_turn(rstd.device)
             sums.append(torch.zeros(self.notes, dtype=torch.int64, device=rstd.device))
-        with in_turn(rstd.device) if self.notes else nullcontext():
-            self.main(h, weight, mean, rstd, dy, dh, dx, *(sums if self.whole else ()))
+        self.main(h, weight, mean, rstd, dy, dh, dx, *(sums if self.whole else ()))
         if self.columns is not None:
             self.columns(h, mean, rstd, dy, *sums)
         if dweight is not None or dbias is not None:
