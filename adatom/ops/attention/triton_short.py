@@ -381,7 +381,7 @@ def _launches(x: Inputs, o: Options, out: torch.Tensor) -> tuple[Launch, Launch 
     scalars = (*strides[-3:], call.heads, *how)
     most = config.block_m // call.group * call.group
     results = units * most if call.varlen else call.batch * call.heads * call.len_q
-    return keys, Launch(_combine_kernel, results, scalars, combining)
+    return keys, Launch(_combine_kernel, results, scalars, combining, 4)  # on sm_120, under Triton 3.9
 
 
 def forward(x: Inputs, o: Options) -> tuple[torch.Tensor, torch.Tensor]:
