@@ -73,6 +73,8 @@ class Box(Tensor4):
 
 
 class Pointer:
+    lock = threading.Lock()
+
     def __init__(self, x: torch.Tensor, at: Any = 0) -> None:
         self.x, self.at, self.dtype = x, at, SimpleNamespace(element_ty=x.dtype)
 
@@ -81,8 +83,11 @@ class Pointer:
 
     def load(self, mask: Any = None, other: float = 0.0) -> Any:
         if mask is None:
-            return Whole(self.x.view(-1)[self.at])
+            x = self.x.view(-1)[self.at]
+            return register(x) if x.dim() else Whole(x)
         at, mask = torch.broadcast_tensors(*(torch.as_tensor(t).as_subclass(torch.Tensor) for t in (self.at, mask)))
+        if not mask.any():  # it may point at nothing
+            return register(torch.full(mask.shape, other))
         return register(torch.where(mask, self.x.view(-1)[torch.where(mask, at, 0)], other))
 
     def store(self, value: Any, mask: torch.Tensor) -> None:
@@ -90,19 +95,11 @@ class Pointer:
         at, value, mask = torch.broadcast_tensors(torch.as_tensor(self.at), value, mask)
         self.x.view(-1)[at[mask]] = value[mask].as_subclass(torch.Tensor)
 
-
-class Counter:
-    """A number in memory that programs raise."""
-
-    def __init__(self) -> None:
-        self.n = 0
-
-    def add(self, n: int) -> int:
-        self.n += n
-        return self.n - n
-
-    def __add__(self, n: int) -> Counter:
-        return self
+    def add(self, n: int) -> Whole:
+        with self.lock:
+            before = self.load()
+            self.x.view(-1)[self.at] += n
+            return before
 
 
 class Whole(int):
@@ -113,6 +110,12 @@ class Whole(int):
 
     def __add__(self, other: Any) -> Any:
         return Whole(int(self) + other) if isinstance(other, int) else int(self) + other
+
+    def __sub__(self, other: int) -> Whole:
+        return Whole(int(self) - other)
+
+    def __mod__(self, other: int) -> Whole:
+        return Whole(int(self) % other)
 
     def __mul__(self, other: Any) -> Any:
         return Whole(int(self) * other) if isinstance(other, int) else int(self) * other
@@ -237,7 +240,8 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
 def backward(
     x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int
 ):
-    """dq, dk, dv, dbias. n: sharers beside each other."""
+    """dq, dk, dv, dbias. n: sharers beside each other. The kernel of dk and dv adds parts, too, which lie where it
+    writes these: some in dk, all others in dv."""
     batch, heads, len_q, dim = x.q.shape
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
@@ -252,8 +256,16 @@ def backward(
             e[0, 0, :, column] = x32.to(HALF)
             x32 = x32 - e[0, 0, :, column].float()
     dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
+    area, to_add, total = len_q * len_k, torch.randn(parts, *x.bias.shape), torch.full(x.bias.shape, math.nan)
+    held = min(parts * slices, dk.numel() // 2 // area)
+    lent = bwd._Lent(dk, dv)
+    lent_parts = [lent.take(n) for n in (held * area, (parts * slices - held) * area)]
+    for taken, part in zip(lent_parts, to_add.view(-1).split([len(t) for t in lent_parts])):
+        taken.copy_(part)
+    add, shares = bwd._shares(area, slices, programs * n)
+    sums = (area, slices, parts, held, shares)
     stages, turns = bwd.CONFIGS[n][0], bwd.KV_STAGES.value
-    taken = Counter()
+    taken = Pointer(torch.zeros(3, dtype=torch.int64))
     groups = -(-sharing // n)
     given = (x.q, x.k, x.v, dout)
 
@@ -270,31 +282,38 @@ def backward(
         tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
         bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
         boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        machine.others = {"wait_turn": lambda at, number: None}  # type: ignore[attr-defined]
-        options = (tiles, bars, counts, some, n, stages, 128, True, False)
-        return {"_producer": (*boxes, Box(e, 128, 16), Box(x.bias, 128, 64), taken, several, *options)} | {
+        machine.others = {"wait_turn": wait_turn}  # type: ignore[attr-defined]
+        options = (some, n, stages, 128, add, True, True)
+        to = *map(Pointer, (*lent_parts, total)), taken
+        return {
+            "_producer": (
+                *boxes, Box(e, 128, 16), Box(x.bias, 128, 64), taken, several, shares, 0, tiles, bars, counts, *options
+            )
+        } | {
             f"_consumer {c}": (
-                Box(dk, 64, 32), Box(dv, 64, 32), None, None, 0, 0, tiles, bars, counts, o.scale, c, some, n, stages,
-                128, 0, True, False,
+                Box(dk, 64, 32), Box(dv, 64, 32), *to, sums, tiles, bars, counts, o.scale, c, *options
             )
             for c in range(n)
         }  # fmt: skip
 
-    run(bwd, programs, of_keys)
+    run(bwd, programs, of_keys)  # one after the other: the first adds all parts, and waits for no other
+    assert torch.equal(total, sum(to_add, torch.zeros(x.bias.shape)))
     staged = parts == 1
-    dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
+    dbias = torch.full(x.bias.shape, math.nan, dtype=HALF)
 
     biases, dq_stages = (2, 2) if n == 2 else (1, 4)
     chain, passers = -(-len_k // 128), bias_part.PASSERS.value
-    programs = -(-programs // chain) * chain
+    link = bias_part.LINKS[n - 2]
+    tiles_in_all = blocks * chain * slices * parts
+    programs = -(-programs // chain) * chain if parts == 1 else tiles_in_all
     dq = torch.full_like(x.q, math.nan)
-    ring_of_sums = torch.full((programs * bias_part.LINK.value * 32, 128), math.nan)
+    ring_of_sums = torch.full((programs * link * 32, 128), math.nan)
+    handed = torch.full((tiles_in_all * 128 * 128,), math.nan)
     done = torch.zeros((programs + 1) * bias_part.APART.value, dtype=torch.int64)
 
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
         machine.others = {"wait_turn": wait_turn, "pass_turn": pass_turn(machine)}  # type: ignore[attr-defined]
         ring, stages = machine.barriers, bias_part.STAGES.value
-        tiles_in_all = blocks * chain * slices * parts
         counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
         tiles = (
             *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
@@ -305,21 +324,27 @@ def backward(
         boxes = [Box(t, 128, 32) for t in given]
         even = len_k % 128 == 0
         options = (Whole(machine.pid), slices, counts)
-        into: Any = Box(dbias[0], 64, 128) if staged else Pointer(dbias)
-        handed = (Box(ring_of_sums, 32, 128), Pointer(done), tiles[7])
+        into: Any = Box(dbias, 64, 128) if staged else Pointer(dbias)
+        ring_and_done = (Box(ring_of_sums, 32, 128), Pointer(done), tiles[7])
+        sums = (into, Pointer(handed), Pointer(done), tiles)
         return {
             "_producer": (*boxes, *lines, Box(x.bias, 64, 128), several, tiles, bars, *options, some, biases),
-            "_fetcher": (*handed, dq_bars, *options, dq_stages),
+            "_fetcher": (*ring_and_done, dq_bars, machine.pid, link, slices, counts, dq_stages),
         } | {
-            f"_consumer {c}": (into, tiles, bars, dq_bars, *options, o.scale, c, some, even, staged, biases, dq_stages)
+            f"_consumer {c}": (
+                *sums, bars, dq_bars, *options, o.scale, c, some, even, parts > 1, staged, biases, dq_stages
+            )
             for c in range(2)
         } | {
-            f"_passer {p}": (Box(dq, 64, 32), *handed, tiles[8], dq_bars, *options, p, some, dq_stages)
+            f"_passer {p}": (
+                Box(dq, 64, 32), *ring_and_done, tiles[8], dq_bars, Whole(machine.pid), link, slices, counts, p, some,
+                dq_stages,
+            )
             for p in range(passers)
         }  # fmt: skip
 
     run(bias_part, programs, of_sums, together=True)
-    return dq, dk, dv, dbias.double().sum(0)
+    return dq, dk, dv, dbias
 
 
 def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int):
@@ -334,6 +359,10 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
     lines = torch.full((x.q.shape[0] * heads * padded, 2), math.nan)
     counts = (heads, repeats, bias_heads, sharing, parts, padded, len_q, len_k, padded // 64 * slices * parts)
     into: Any = Box(dbias[0], 64, 64) if staged else Pointer(dbias)
+    held, taken = parts * slices - 1, torch.full((3,), 7)
+    if not staged:  # in two places
+        first, rest = (t.clone() for t in dbias.view(parts * slices, len_q, len_k).split((held, 1)))
+        into = Pointer(first)
     boxes = [Box(t, 64, 32) for t in (x.q, x.k, x.v, out.to(HALF), dout)]
 
     def write_line(at, rows, lse, delta, inverse):
@@ -349,18 +378,21 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
         bars = (
             ring(stages, 3 + 4 * n), ring(stages, 2), ring(1, 2 * n), ring(1, 2), ring(1, 1), ring(1, 1)
         )  # fmt: skip
-        given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 64), Pointer(torch.zeros(1)), several)
+        given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 64), Pointer(taken), several)
         options = (tiles, bars, slices, counts)
         even = len_k % (128 * n) == 0
         return {"_producer": (*given, *options, some, n, stages)} | {
             f"_consumer {c}": (
-                None, None, into, Box(dq, 64, 32), *options, o.scale, 1.0, c, some, even, staged, True, False,
-                n, stages,
+                None, None, into, None if staged else Pointer(rest), Box(dq, 64, 32), tiles, bars, slices, held, counts,
+                o.scale, 1.0, c, some, even, staged, True, False, n, stages,
             )
             for c in range(2)
         }  # fmt: skip
 
     run(whole, programs, roles)
+    assert not taken.any()
+    if not staged:
+        dbias = torch.cat((first, rest)).view_as(dbias)
     return dq, dbias.double().sum(0), lines.view(*x.q.shape[:2], padded, 2)
 
 
@@ -418,7 +450,8 @@ def test_a_chain_is_a_part_of_the_multiprocessors(sms):
         with pretend(device):
             x, o, _ = inputs_of(q=q, k=q, v=q, bias=q[:1, ..., :1].expand(1, 4, n, n))
             if n <= 32 * sms:
-                launch = bias_part.sums_launch(Call(x, o), x.bias, n)
+                launch, ring, _ = bias_part.sums_launch(Call(x, o), x.bias, n, 2**21)
+                assert ring == launch.programs * 128 * 32 * (4 if launch.programs <= 128 else 2)
                 assert 0 < launch.programs <= sms and launch.programs % (n // 128) == 0
                 assert 3 * (n // 128 - 1) < sms
             why = limits.hopper_shared_bwd(problem(x, o, True)._replace(bias_tma=True))
@@ -426,16 +459,25 @@ def test_a_chain_is_a_part_of_the_multiprocessors(sms):
 
 
 def test_parts_of_the_gradient_of_the_bias():
-    """Added in order, by consumers that take turns with pieces, the last of which is not whole."""
-    add = python(Machine(0, 0), bwd, 1)["_add_parts"]
-    for parts, unit in ((1, 4), (2, 4), (4, 4), (7, 1)):
-        x = torch.randn(parts, 3 * bwd.PIECE.value - 9 + unit // 4) * 100
-        total, got = torch.zeros(x.shape[1]), torch.full(x.shape[1:], math.nan, dtype=HALF)
+    """Added in order, by shares, the last of which is not whole, wherever slices lie."""
+    names = python(Machine(0, 0), bwd, 1)
+    for parts, slices, area, consumers, shape in (
+        (1, 1, 1532, 396, (512, 3)), (2, 3, 6140, 14, (2048, 9)), (4, 1, 6140, 8, (1024, 6)),
+        (7, 2, 8188, 7, (2048, 8)),
+    ):  # fmt: skip
+        assert bwd._shares(area, slices, consumers) == shape
+        size, shares = shape
+        x = torch.randn(parts, slices, area) * 100
+        total = torch.zeros(x.shape[1:])
         for part in x:
             total += part
-        for first in range(2):
-            add(Pointer(x), Pointer(got), x.shape[1] // unit, parts, first, 2, unit)
-        assert torch.equal(got, total.to(HALF))
+        for held in {0, 1, parts * slices - 1, parts * slices}:
+            first, rest = x.view(parts * slices, -1).split((held, parts * slices - held))
+            got = torch.full(x.shape[1:], math.nan, dtype=HALF)
+            sums = (area, slices, parts, held, shares)
+            for share in range(shares):
+                names["_add_share"](*map(Pointer, (first, rest, got)), sums, Whole(share), size)
+            assert torch.equal(got, total.to(HALF))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

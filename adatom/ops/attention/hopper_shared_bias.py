@@ -11,7 +11,7 @@ what the one before it hands on in memory, and the last one writes dQ. What is h
 in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
 repeat bit for bit. Programs are numbered as they begin, so that a kernel waits with one chain at the most for
 multiprocessors that others have; `limits` allows no chain of more than a quarter of them. Where tiles are too few for
-the GPU, several programs share the sum of dbias, and the kernel behind adds their parts.
+the GPU, several programs share the sum of dbias, each of them with one tile; the last waits for the others' parts.
 """
 
 import torch
@@ -59,9 +59,9 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STAGES = gl.constexpr(3)  # buffers of q, k, dO and v
 PASSERS = gl.constexpr(2)  # warps that hand it on in turn: it takes one longer than a sharer's products
-LINK = gl.constexpr(4)  # places of a chain's ring for each of its programs
+LINKS = (4, 2)  # places of a chain's ring for each of its programs: fewer where memory is short
 APART = gl.constexpr(8)  # words between the numbers of programs: 32 bytes
-_SPILL = 4  # under Triton 3.7
+_SPILL = 16  # of numbers that are wanted before and after the loops
 
 
 @gluon.jit
@@ -139,14 +139,14 @@ def _in_lines(x):
 
 
 @gluon.jit
-def _place_in_ring(n, me, chain):
+def _place_in_ring(n, me, chain, link):
     """(first row of the ring that use n of a chain of so many programs lies in, how many uses it holds)."""
-    uses = chain * LINK
+    uses = chain * link
     return (me // chain * uses + n % uses) * DIM, uses
 
 
 @gluon.jit
-def _fetcher(Ring, Done, dq_s, bars, me, slices, counts, DQ_STAGES: gl.constexpr):
+def _fetcher(Ring, Done, dq_s, bars, me, link, slices, counts, DQ_STAGES: gl.constexpr):
     """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
     dq_full, _, dq_empty, _ = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
@@ -158,7 +158,7 @@ def _fetcher(Ring, Done, dq_s, bars, me, slices, counts, DQ_STAGES: gl.constexpr
         _piece, part, _m0, _n0 = tile_of_sum(t, slices, counts)
         for _ in range(part, shared, parts):
             i = slot(n, DQ_STAGES)
-            row, uses = _place_in_ring(n, me, chain)
+            row, uses = _place_in_ring(n, me, chain, link)
             wait_empty(dq_empty, n, DQ_STAGES)
             wait_turn(before + n % PASSERS, (n + PASSERS - gl.where(place == 0, uses, 0)) // PASSERS)
             if place > 0:
@@ -170,7 +170,7 @@ def _fetcher(Ring, Done, dq_s, bars, me, slices, counts, DQ_STAGES: gl.constexpr
 
 
 @gluon.jit
-def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
+def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, link, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
             DQ_STAGES: gl.constexpr):
     """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
     _, dq_done, dq_empty, out_empty = bars
@@ -186,7 +186,7 @@ def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, slices, counts, P: gl.constex
                 i = slot(n, DQ_STAGES)
                 wait_full(dq_done, n, DQ_STAGES)
                 if place + 1 < chain:
-                    row, _uses = _place_in_ring(n, me, chain)
+                    row, _uses = _place_in_ring(n, me, chain, link)
                     tma.async_store(Ring, [row, 0], dq_s.index(i))
                 else:
                     b, h = sharer(r, piece, counts, SHARED_HEADS)
@@ -200,8 +200,35 @@ def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, slices, counts, P: gl.constex
 
 
 @gluon.jit
-def _consumer(DBias, tiles, bars, dq_bars, me, slices, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr,
-              EVEN_N: gl.constexpr, STAGED: gl.constexpr, BIASES: gl.constexpr, DQ_STAGES: gl.constexpr):
+def _sum_of_parts(Handed, Done, low, high, t, part, counts, C: gl.constexpr):
+    """What a consumer of the last program of a tile has, with what the others wrote, in order; these write theirs."""
+    parts, n_tiles = counts[4], counts[8]
+    tiles = n_tiles // parts
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
+    at = rows * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
+    if part + 1 < parts:
+        X = Handed + (t * 2 + C) * (2 * HALF * HALF)
+        gl.store(X + at, low)
+        gl.store(X + HALF * HALF + at, high)
+        gl.barrier()
+        gl.atomic_add(Done + (t + 1) * APART + PASSERS + C, 1, sem="release")
+    else:
+        x = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        for other in range(t - part * tiles, t, tiles):
+            wait_turn(Done + (other + 1) * APART + PASSERS + C, 1)
+            x += gl.load(Handed + (other * 2 + C) * (2 * HALF * HALF) + at)
+        low += x
+        x = gl.zeros([HALF, HALF], gl.float32, SCORES)
+        for other in range(t - part * tiles, t, tiles):
+            x += gl.load(Handed + (other * 2 + C) * (2 * HALF * HALF) + HALF * HALF + at)
+        high += x
+    return low, high
+
+
+@gluon.jit
+def _consumer(DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, scale, C: gl.constexpr,
+              SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
+              BIASES: gl.constexpr, DQ_STAGES: gl.constexpr):
     """Sums HALF rows of every tile, one half of its columns after the other. The bias stays in registers, in 16 bits.
     Comments at waits name the products under way, the eldest first."""
     q_s, k_s, do_s, v_s, lse_s, delta_s, bias_s, dq_s, out_s = tiles
@@ -261,41 +288,47 @@ def _consumer(DBias, tiles, bars, dq_bars, me, slices, counts, scale, C: gl.cons
             release(dq_done, n, DQ_STAGES)
             n += 1
         m0 += C * HALF
-        if STAGED:
-            tile.slice(0, HALF, dim=1).store(low.to(tile.dtype))
-            tile.slice(HALF, HALF, dim=1).store(high.to(tile.dtype))
-            fence_async_shared()
-            store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
-            tma.store_wait(0)
-            gl.barrier()
-        else:
-            X = DBias + (part * slices + piece).to(gl.int64) * len_q * len_k
-            rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
-            columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
-            at = rows.to(gl.int64) * len_k + columns
-            gl.store(X + at, low.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
-            columns += HALF
-            gl.store(X + at + HALF, high.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
+        if PARTS:
+            low, high = _sum_of_parts(Handed, Done, low, high, t, part, counts, C)
+        if part + 1 == parts:
+            if STAGED:
+                tile.slice(0, HALF, dim=1).store(low.to(tile.dtype))
+                tile.slice(HALF, HALF, dim=1).store(high.to(tile.dtype))
+                fence_async_shared()
+                store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
+                tma.store_wait(0)
+                gl.barrier()
+            else:
+                X = DBias + piece.to(gl.int64) * len_q * len_k
+                rows = m0 + gl.arange(0, HALF, ROWS)[:, None]
+                columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
+                at = rows.to(gl.int64) * len_k + columns
+                gl.store(X + at, low.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
+                columns += HALF
+                gl.store(X + at + HALF, high.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < len_k))
         release(bias_empty, turn, BIASES)
         turn += 1
     tma.store_wait(0)
 
 
-_COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles"]
+_COUNTS = [
+    "link", "slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b, bias_h, slices, heads, repeats,
-                 bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
-                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr, BIASES: gl.constexpr,
-                 DQ_STAGES: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k), and dQ. Programs: a multiple of the blocks of keys.
+def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, Handed, DBias, bias_b, bias_h, link, slices, heads,
+                 repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr,
+                 EVEN_N: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr, EARLY: gl.constexpr,
+                 BIASES: gl.constexpr, DQ_STAGES: gl.constexpr):
+    """Tiles of dbias (slices of the bias, len_q, len_k), and dQ. Programs: a multiple of the blocks of keys.
 
     Lse (in log2 units), Delta: float32, `padded` numbers for each (batch, head). Each slice of the bias serves `shared`
     (batch, head), of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by
-    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring. Done: int32, 0; number
-    1 becomes how many programs have begun, those from APART times (1 + program) on how many each of its PASSERS has
-    handed on.
+    bias_h: 0 along expanded dimensions. Ring: float32, [32, 128] for each use of a chain's ring, `link` for each
+    program. Done: int32, 0; number 1 becomes how many programs have begun, those from APART times (1 + program) on how
+    many each of its PASSERS has handed on, then 1 where a consumer has written its part. PARTS: there are several
+    `parts` of each tile of dbias; all but the last lie in Handed, float32, BLOCK times BLOCK numbers each.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES)
@@ -324,34 +357,39 @@ def _sums_kernel(Q, K, V, Bias, DOut, Lse, Delta, DQ, Ring, Done, DBias, bias_b,
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DBias, tiles, bars, dq_bars, me, slices, counts, scale, 0, SHARED_HEADS, EVEN_N, STAGED, BIASES,
-                     DQ_STAGES)),
-        (_consumer, (DBias, tiles, bars, dq_bars, me, slices, counts, scale, 1, SHARED_HEADS, EVEN_N, STAGED, BIASES,
-                     DQ_STAGES)),
+        (_consumer, (DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, scale, 0, SHARED_HEADS, EVEN_N,
+                     PARTS, STAGED, BIASES, DQ_STAGES)),
+        (_consumer, (DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, scale, 1, SHARED_HEADS, EVEN_N,
+                     PARTS, STAGED, BIASES, DQ_STAGES)),
         (_producer, (Q, K, V, DOut, Lse, Delta, Bias, several, tiles, bars, me, slices, counts, SHARED_HEADS, BIASES)),
-        (_fetcher, (Ring, Done, dq_s, dq_bars, me, slices, counts, DQ_STAGES)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, slices, counts, 0, SHARED_HEADS, DQ_STAGES)),
-        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, slices, counts, 1, SHARED_HEADS, DQ_STAGES)),
+        (_fetcher, (Ring, Done, dq_s, dq_bars, me, link, slices, counts, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, link, slices, counts, 0, SHARED_HEADS, DQ_STAGES)),
+        (_passer, (DQ, Ring, Done, dq_s, out_s, dq_bars, me, link, slices, counts, 1, SHARED_HEADS, DQ_STAGES)),
     ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])  # fmt: skip
 
 
-def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
-    """The launch for q, k, v, bias, dout, lse, delta, dq, the ring, the numbers of programs, and dbias."""
+def sums_launch(call: Call, bias: torch.Tensor, padded: int, room: int) -> tuple[Launch, int, int]:
+    """The launch for q, k, v, bias, dout, lse, delta, dq, the ring, the numbers of programs, parts, and dbias; how many
+    numbers its ring has, which shall be no more than `room` if that can be, and its parts."""
     n, dim = BLOCK.value, DIM.value
     chain = -(-call.len_k // n)
     programs = call.device.sms // chain * chain
     assert 0 < (programs + 1) * APART.value <= NUMBERS.value
     slices, shared = sharing(call, bias)
     tiles, parts = shares_of_sum(call, bias, programs)
-    staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    assert parts == 1 or tiles * parts <= programs
+    programs = min(tiles * parts, programs)
+    rings = [(link, programs * link * dim * 128) for link in LINKS]
+    link, ring = next((r for r in rings if r[1] <= room), rings[-1])
+    staged = call.len_k * bias.element_size() % 16 == 0
     biases, dq_stages = (2, 2) if chain <= 6 else (1, 4)  # buffers: in a long chain programs wait for many others
     scalars = (
-        *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
+        *several_of(call), link, slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
         call.len_k, tiles * parts, call.scale,
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "STAGED": staged,
-        "EARLY": True, "BIASES": biases, "DQ_STAGES": dq_stages, "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n), "PARTS": parts > 1,
+        "STAGED": staged, "EARLY": True, "BIASES": biases, "DQ_STAGES": dq_stages, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (n, dim), "K": (n, dim), "V": (n, dim), "DOut": (n, dim), "Lse": (n,), "Delta": (n,),
@@ -359,9 +397,5 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int) -> Launch:
     }  # fmt: skip
     if staged:
         blocks["DBias"] = (n // 2, n)
-    return Launch(_sums_kernel, min(tiles * parts, programs), scalars, meta, _SPILL, blocks, parts)
-
-
-def ring_rows(sums: Launch) -> int:
-    """Rows of 128 numbers in the rings of all chains."""
-    return sums.programs * LINK.value * DIM.value
+    launch = Launch(_sums_kernel, programs, scalars, meta, _SPILL, blocks, parts)
+    return launch, ring, (parts - 1) * tiles * n * n

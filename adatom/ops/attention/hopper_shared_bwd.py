@@ -12,7 +12,10 @@ lse and delta are subtracted by products, too: of a matrix of -1 with E, which h
 that no warp reads what lies along its columns. To 384 keys (of queries that are a multiple of 4 in number) dQ and the
 gradient of the bias come first, from hopper_shared_rows.py, which writes E, too; consumers add its parts of that
 gradient while their first tiles come. Elsewhere dQ comes first, too, but this kernel does not wait for it: it begins on
-each multiprocessor that a program of that has left, and adds the parts in the end.
+each multiprocessor that a program of that has left.
+
+What the kernels ahead work with lies at the end of dK and dV, as far as it fits. The producer waits until that is used
+up before it announces the tile behind one that is stored there; then only do consumers store it.
 """
 
 from typing import NamedTuple
@@ -20,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_bwd_feed import number_of
-from adatom.ops.attention.hopper_shared_bias import DIM, ring_rows, sums_launch, widened
+from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
 from adatom.ops.attention.hopper_shared_ends import NUMBERS, ahead, divisor
 from adatom.ops.attention.hopper_shared_rows import rows_launch
-from adatom.ops.attention.hopper_sharers import several_of, sharer, sharing
+from adatom.ops.attention.hopper_sharers import place_of, several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles import launch
@@ -56,8 +59,8 @@ LINE = gl.constexpr(16)  # columns of E, the least of a product
 KEYS = gl.constexpr(64)  # of a consumer
 KV_STAGES = gl.constexpr(2)
 TOLD = gl.constexpr(8)  # numbers that the producer tells: a tile, its first key, (batch, head) of each sharer
-PIECE = gl.constexpr(2048)  # elements that a consumer adds at once
-_SPILL = 0
+SHARES = (512, 1024, 2048)  # elements that a consumer adds at once
+_SPILL = 4
 
 
 @gluon.jit
@@ -78,8 +81,8 @@ def _tell(number_s, i, x):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
-              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, EARLY: gl.constexpr,
+def _producer(Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
+              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, ADD: gl.constexpr, EARLY: gl.constexpr,
               FRESH: gl.constexpr):
     """Keeps the rings full. Beyond the last sharer, the last one comes again. Takes the next tile that no program took,
     and tells the consumers its number. FRESH: of what it reads, E and Taken come from the kernel before."""
@@ -126,6 +129,12 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARE
                 row = (b * heads + h) * padded + m0
                 load_tile(E, 0, 0, row, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
+        if t >= lent:  # where this tile is stored, others may still read
+            if not FRESH:
+                wait_for_previous(EARLY)
+            elif ADD > 0:
+                wait_turn(Taken + 2, shares)
+            lent = n_tiles  # waited for
         turn += 1
         t = following
     wait_empty(kv_empty, turn, KV_STAGES)
@@ -137,23 +146,28 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts, SHARE
 
 
 @gluon.jit
-def _add_parts(Parts, Whole, units, parts, first, stride, UNIT: gl.constexpr):
-    """Pieces first, first + stride .. of the sum of float32 (parts, UNIT units), in order."""
+def _add_share(Parts, Rest, Whole, sums, share, N: gl.constexpr):
+    """A share of the gradient of the bias, N elements of a slice: the sum of float32 parts in order, of which `held`
+    slices lie in Parts, the others in Rest."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    n = units * UNIT
-    for start in range(first * PIECE, n, stride * PIECE):
-        i = start + gl.arange(0, PIECE, FLAT)
-        x = gl.zeros([PIECE], gl.float32, FLAT)
-        for part in range(0, parts, 4):  # so many under way at once
-            x0 = gl.load(Parts + part * n + i, mask=i < n, other=0.0)
-            x1 = gl.load(Parts + (part + 1) * n + i, mask=(i < n) & (part + 1 < parts), other=0.0)
-            x2 = gl.load(Parts + (part + 2) * n + i, mask=(i < n) & (part + 2 < parts), other=0.0)
-            x3 = gl.load(Parts + (part + 3) * n + i, mask=(i < n) & (part + 3 < parts), other=0.0)
-            x += x0
-            x += x1
-            x += x2
-            x += x3
-        gl.store(Whole + i, x.to(Whole.dtype.element_ty), mask=i < n)
+    area, slices, parts, held, shares = sums
+    of = share % slices
+    i = share // slices * N + gl.arange(0, N, FLAT)
+    x = gl.zeros([N], gl.float32, FLAT)
+    for part in range(0, parts, 4):  # so many under way at once
+        at = part * slices + of
+        x0 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=i < area, other=0.0)
+        at += slices
+        x1 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=(i < area) & (part + 1 < parts), other=0.0)
+        at += slices
+        x2 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=(i < area) & (part + 2 < parts), other=0.0)
+        at += slices
+        x3 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=(i < area) & (part + 3 < parts), other=0.0)
+        x += x0
+        x += x1
+        x += x2
+        x += x3
+    gl.store(Whole + of.to(gl.int64) * area + i, x.to(Whole.dtype.element_ty), mask=i < area)
 
 
 @gluon.jit
@@ -165,7 +179,7 @@ def _scores(left, right, ones, lines):
 
 
 @gluon.jit
-def _consumer(DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, C: gl.constexpr,
+def _consumer(DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, C: gl.constexpr,
               SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
               ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
@@ -179,9 +193,16 @@ def _consumer(DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, C:
     unit = scale * LOG2E
     n = 0
     turn = 0
-    if ADD > 0 and FRESH:  # while the first tiles are on their way
+    if ADD > 0:  # while the first tiles are on their way
         wait_for_previous(EARLY)
-        _add_parts(Parts, DBias, units, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS, ADD)
+        share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
+        added = 0
+        while share < sums[4]:  # what nobody took: programs that have not begun may be waiting for a multiprocessor
+            _add_share(Parts, Rest, DBias, sums, share, ADD)
+            share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
+            added += 1
+        gl.barrier()
+        gl.atomic_add(Taken + 2, added, sem="release")
     wait_full(kv_full, turn, KV_STAGES)
     t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     while t < n_tiles:
@@ -225,29 +246,26 @@ def _consumer(DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, C:
         n0 = number_of(number_s.index(told + 1), 4)
         b = number_of(number_s.index(told + 2 + 2 * C), 4)
         h = number_of(number_s.index(told + 3 + 2 * C), 4)
+        turn += 1
+        wait_full(kv_full, turn, KV_STAGES)  # nobody wants any more what lies where this tile is stored
         k_tile.store((dk * scale).to(DK.dtype))
         v_tile.store(dv.to(DV.dtype))
         fence_async_shared()
         store_tile(DK, b, h, n0, 0, k_tile)
         store_tile(DV, b, h, n0, 0, v_tile)
-        turn += 1
-        wait_full(kv_full, turn, KV_STAGES)
         t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     tma.store_wait(0)
-    if ADD > 0 and not FRESH:
-        wait_for_previous(EARLY)
-        _add_parts(Parts, DBias, units, parts, gl.program_id(0) * SHARERS + C, gl.num_programs(0) * SHARERS, ADD)
 
 
 _COUNTS = [
-    "units", "parts", "heads", "repeats", "bias_heads", "shared", "groups", "padded", "len_q", "len_k",
-    "n_tiles",
+    "units", "slices", "parts", "held", "shares", "lent", "heads", "repeats", "bias_heads", "shared", "groups",
+    "padded", "len_q", "len_k", "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bias_h, units, parts,
-                 heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
+def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, Rest, DBias, bias_b, bias_h, units, slices, parts, held,
+                 shares, lent, heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
                  SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
                  ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of tiles of 64 keys of a few sharers.
@@ -255,8 +273,10 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bi
     E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
     delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
     `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
-    Taken: int32, 0. ADD, if not 0: DBias, of ADD units elements, becomes the sum of so many Parts, which the kernel
-    before writes. FRESH: it writes E and Taken, too.
+    Taken: int32, 0; tiles that are taken, and shares that are, and that are added. ADD, if not 0: DBias, slices of
+    4 units elements, becomes the sum of so many parts, which the kernel before writes, `held` slices in Parts, the
+    others in Rest; in shares of ADD elements. FRESH: it writes E and Taken, too. lent: the first tile that is stored
+    where the kernels before may still read, or where what is added lies.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -279,25 +299,26 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, DBias, bias_b, bi
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
+    sums = (units * 4, slices, parts, held, shares)
     if SHARERS == 2:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS,
+                         STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS,
+                         STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 0, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 1, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, DBias, units, parts, tiles, bars, counts, scale, 2, SHARED_HEADS,
-                         SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS,
+                         STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS,
+                         STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 2, SHARED_HEADS, SHARERS,
+                         STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -308,6 +329,30 @@ _WHOLE = 384  # keys, which a program of dQ takes all, if TMA can read lse: wher
 CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers of 128 queries, registers
 
 
+class _Lent:
+    """The memory of 16-bit results that are written last, for what is used up by then: the ends of it."""
+
+    def __init__(self, *results: torch.Tensor) -> None:
+        self.free = [(t, t.numel()) for t in results]
+
+    def take(self, n: int) -> torch.Tensor:
+        """n float32 numbers, in new memory where no result has room for them."""
+        self.free.sort(key=lambda free: -free[1])
+        t, end = self.free[0]
+        if 2 * n > end:
+            return empty((n,), t, torch.float32)
+        self.free[0] = t, end - 2 * n
+        return t.as_strided((2 * n,), (1,), end - 2 * n).view(torch.float32)
+
+    def room(self) -> int:
+        """How many numbers lie together."""
+        return max(end for _, end in self.free) // 2
+
+    def first(self) -> int:
+        """The first batch element of a result that has lent something; 0 unless one follows the other in memory."""
+        return min(end // t.stride(0) if t.stride(0) * len(t) == t.numel() else 0 for t, end in self.free)
+
+
 class Launches(NamedTuple):
     """The launches of one backward, and the sizes of what they share."""
 
@@ -315,44 +360,66 @@ class Launches(NamedTuple):
     keys: Launch
     sums: Launch
     blocks: int  # of 128 queries, of all heads
+    lent: tuple[int, ...]  # numbers that lie in dK and dV: lse and delta, the ring, parts; if nothing is before: parts
 
 
 def _launches(
-    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool, lent: _Lent
 ) -> Launches:  # fmt: skip
     call = Call(x, o)
     assert x.bias is not None
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
     n_m = -(-call.len_q // m)
     n_blocks = n_m * call.heads * call.batch
-    before = None
+    slices, shared = sharing(call, x.bias)
+    area = call.len_q * call.len_k
+    before, held, adds = None, 0, False
+    sizes: tuple[int, ...] = ()
     if call.len_k <= _WHOLE and call.len_q % 4 == 0:
-        sums = rows_launch(call, x.bias, n_m * m, dlse)
+        room = lent.room() // area
+        sums = rows_launch(call, x.bias, n_m * m, dlse, room)
+        adds, held = sums.parts > 1, min(sums.parts * slices, room)
+        if adds:
+            sizes = held * area, (sums.parts * slices - held) * area
+            for size in sizes:
+                lent.take(size)
     else:
         before = ahead(call, m, out, dout, dlse)
-        sums = sums_launch(call, x.bias, n_m * m)
-    slices, shared = sharing(call, x.bias)
+        lent.take(2 * n_blocks * m)
+        sums, ring, handed = sums_launch(call, x.bias, n_m * m, lent.room())
+        sizes = 2 * n_blocks * m, ring, handed
+        for size in sizes[1:]:
+            lent.take(size)
     sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
     stages, registers = CONFIGS[sharers]
-    unit = 4 if x.bias.numel() % 4 == 0 else 1  # so that 16 bytes are read at once
     load = m if before else m // 2  # queries of a buffer: few where heads are short
     groups = -(-shared // sharers)
     n_tiles = -(-call.len_k // n) * slices * groups
+    programs = min(n_tiles, sms)
+    add, shares = _shares(area, slices, programs * sharers) if adds else (0, 0)
+    several_heads = x.bias.shape[1] < call.heads
+    untouched = lent.first() * (call.heads if several_heads else 1) if len(x.bias) == 1 else 0  # sharers
+    first = untouched // sharers * (n_tiles // groups)
     scalars = (
-        *several_of(call), x.bias.numel() // unit, sums.parts, call.heads, call.repeats,
+        *several_of(call), area // 4, slices, sums.parts, held, shares, first, call.heads, call.repeats,
         x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": x.bias.shape[1] < call.heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load,
-        "ADD": unit if sums.parts > 1 else 0, "EARLY": True, "FRESH": before is None,
-        "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": several_heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load, "ADD": add,
+        "EARLY": True, "FRESH": before is None, "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (load, dim), "K": (n, dim), "V": (n, dim), "DOut": (load, dim), "E": (load, LINE.value),
         "Bias": (load, n), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
-    keys = Launch(_keys_kernel, min(n_tiles, sms), scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums, n_blocks)
+    keys = Launch(_keys_kernel, programs, scalars, meta, _SPILL, blocks)
+    return Launches(before, keys, sums, n_blocks, sizes)
+
+
+def _shares(area: int, slices: int, consumers: int) -> tuple[int, int]:
+    """(elements of a share, shares): at most one for each consumer, if that can be."""
+    size = next((n for n in SHARES if -(-area // n) * slices <= consumers), SHARES[-1])
+    return size, -(-area // size) * slices
 
 
 def backward(
@@ -365,18 +432,21 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     out, dout = (t if suits_tma(t) else t.contiguous() for t in (out, dout))
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None))
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None, _Lent(dk, dv)))
     e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
-    numbers = empty((NUMBERS.value if plan.before else 1,), lse, torch.int32)
+    numbers = empty((NUMBERS.value if plan.before else 3,), lse, torch.int32)
     dbias = empty(tuple(bias.shape), bias)
-    parts = empty((plan.sums.parts, *bias.shape), bias, torch.float32) if plan.sums.parts > 1 else dbias
+    lent = _Lent(dk, dv)
+    parts, rest = dbias, dbias
     if plan.before is None:
-        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), numbers, dq, parts)
+        if plan.lent:
+            parts, rest = map(lent.take, plan.lent)
+        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), numbers, dq, parts, rest)
     else:
-        rows, delta = empty((2, plan.blocks * BLOCK_M.value), lse).unbind()
-        ring = empty((ring_rows(plan.sums), 128), lse)
+        lines, ring, handed = map(lent.take, plan.lent)
+        rows, delta = lines.view(2, -1).unbind()
         launch.take_turn(x.q.device)
         plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
-        plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring, numbers, parts)
-    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, parts, dbias)
+        plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring.view(-1, 128), numbers, handed, dbias)
+    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, parts, rest, dbias)
     return dq, dk, dv, dbias, None

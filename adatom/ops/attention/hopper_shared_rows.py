@@ -15,7 +15,7 @@ import torch
 
 from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, widened
 from adatom.ops.attention.hopper_shared_ends import FAR, LARGEST, divisor
-from adatom.ops.attention.hopper_sharers import HALF, several_of, sharer, sharing
+from adatom.ops.attention.hopper_sharers import HALF, place_of, several_of, sharer, sharing
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.hopper import (
     LOG2E,
@@ -60,7 +60,8 @@ def _producer(Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h = several
     if gl.program_id(0) == 0:
-        gl.store(Taken, 0)
+        for i in gl.static_range(3):
+            gl.store(Taken + i, 0)
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
@@ -137,7 +138,7 @@ def _write_line(E, rows, lse, delta, inverse):
 
 
 @gluon.jit
-def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C: gl.constexpr,
+def _consumer(DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale, inverse, C: gl.constexpr,
               SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr,
               DLSE: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
     """Sums half of the columns of every tile. Comments at waits name the products under way, the eldest first."""
@@ -244,7 +245,7 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
                 store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
             else:
                 width = len_k // 2 * 2 if PAIRS else len_k  # even, as the compiler may know: it writes pairs
-                X = DBias + (part * slices + piece).to(gl.int64) * len_q * width
+                X = place_of(part * slices + piece, DBias, Rest, held, len_q * width)
                 lines = m0 + gl.arange(0, HALF, ROWS)[:, None]
                 columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
                 some = (lines < len_q) & (columns < width)
@@ -260,19 +261,21 @@ def _consumer(DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, C
     tma.store_wait(0)
 
 
-_COUNTS = ["slices", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles"]
+_COUNTS = [
+    "slices", "held", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, bias_b, bias_h, slices, heads, repeats,
-                 bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, inverse, SHARED_HEADS: gl.constexpr,
-                 EVEN_N: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr, DLSE: gl.constexpr,
-                 EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
+def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, Rest, bias_b, bias_h, slices, held, heads,
+                 repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, inverse,
+                 SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr,
+                 DLSE: gl.constexpr, EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k), dQ, and E (hopper_shared_bwd.py) as int32.
 
-    Taken: becomes 0. Lse: (batch, heads, len_q). Each slice of the bias serves `shared` (batch, head), of `repeats`
-    consecutive batch elements; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded
-    dimensions.
+    Of several parts, `held` slices lie in DBias, the rest in Rest. Taken: three of them become 0. Lse: (batch, heads,
+    len_q). Each slice of the bias serves `shared` (batch, head), of `repeats` consecutive batch elements; its number is
+    multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES * 2 * PIECES)
@@ -297,17 +300,18 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, bias_
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, 0, SHARED_HEADS, EVEN_N, STAGED,
-                     PAIRS, DLSE, PIECES, STAGES)),
-        (_consumer, (DLse, E, DBias, DQ, tiles, bars, slices, counts, scale, inverse, 1, SHARED_HEADS, EVEN_N, STAGED,
-                     PAIRS, DLSE, PIECES, STAGES)),
+        (_consumer, (DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale, inverse, 0, SHARED_HEADS,
+                     EVEN_N, STAGED, PAIRS, DLSE, PIECES, STAGES)),
+        (_consumer, (DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale, inverse, 1, SHARED_HEADS,
+                     EVEN_N, STAGED, PAIRS, DLSE, PIECES, STAGES)),
         (_producer, (Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS,
                      PIECES, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool) -> Launch:
-    """The launch for q, k, v, bias, out, dout, lse, dlse, E, a counter, dQ and dbias."""
+def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool, room: int) -> Launch:
+    """The launch for q, k, v, bias, out, dout, lse, dlse, E, counters, dQ and dbias. Its parts lie in two tensors, of
+    which the first has room for so many slices."""
     n, dim, scale = HALF.value, DIM.value, divisor(call)
     slices, shared = sharing(call, bias)
     pieces = -(-call.len_k // (2 * n))
@@ -316,7 +320,7 @@ def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool) -> Laun
     parts = -(-shared // -(-shared // parts))  # each has something to add
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
     scalars = (
-        *several_of(call), slices, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
+        *several_of(call), slices, room, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
         call.len_k, tiles * parts, scale, 1 / (scale * LOG2E.value),
     )  # fmt: skip
     meta = {

@@ -38,6 +38,13 @@ def tile_of_sum(t, slices, counts):
 
 
 @gluon.jit
+def place_of(chunk, First, Second, held, size):
+    """Where a chunk of so many numbers lies: the first `held` in one tensor, the rest in another."""
+    in_first = chunk < held
+    return gl.where(in_first, First, Second) + (chunk - gl.where(in_first, 0, held)).to(gl.int64) * size
+
+
+@gluon.jit
 def load_bias(Bias, several, piece, m0, n0, full, tiles, i, counts):
     """Begin to copy the bias of BLOCK queries and keys to the tiles 2 i and 2 i + 1. The number of its slice is
     multiplied by the first of `several`, that of its head by the second: 0 along expanded dimensions."""
