@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-import test_hopper_shared as shared  # noqa: E402
+import test_hopper_shared_lent as lent  # noqa: E402
 from test_hopper_deep import Machine, play, register  # noqa: E402
 from test_hopper_shared import H100, Box, of_slices  # noqa: E402
 
@@ -318,4 +318,4 @@ def test_programs_are_whole_chains(sms):
 
 def test_results_repeat_under_load_and_in_many_streams(cuda):
     shapes = (72, 4, 500, 520), (16, 16, 768, 768), (64, 1, 900, 1000), (16, 2, 1100, 4088), (256, 4, 256, 256)
-    shared.check_repeats(fwd.forward, bwd.backward, F32, 6, shapes)
+    lent.check_repeats(fwd.forward, bwd.backward, F32, 6, shapes)

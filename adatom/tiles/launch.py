@@ -49,10 +49,10 @@ _last: dict[int, torch.cuda.Stream] = {}  # of each device: in which stream `tak
 
 
 def take_turn(device: torch.device) -> None:
-    """Ahead of kernels whose programs wait for each other: the current stream waits for the one in which such kernels
-    were launched last, if it is another. Those of many streams at once could each hold a part of the GPU, and wait for
-    the rest for ever. A stream that is alone is given nothing to do. CUDA graphs are not looked after, nor are streams
-    that are not PyTorch's waited for: they may be gone by the next call."""
+    """Ahead of kernels whose programs wait for each other: the current stream waits for all that was given until now to
+    the one in which such kernels were launched last, if it is another. Those of many streams at once could each hold a
+    part of the GPU, and wait for the rest for ever. A stream that is alone is given nothing to do. CUDA graphs are not
+    looked after, nor are streams that are not PyTorch's waited for: they may be gone by the next call."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
     stream = torch.cuda.current_stream(device)

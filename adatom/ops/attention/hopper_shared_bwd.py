@@ -273,8 +273,8 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, Rest, DBias, bias
     E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
     delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
     `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
-    Taken: int32, 0; tiles that are taken, and shares that are, and that are added. ADD, if not 0: DBias, slices of
-    4 units elements, becomes the sum of so many parts, which the kernel before writes, `held` slices in Parts, the
+    Taken: int32, 0; tiles that are taken; where FRESH shares that are, and that are added. ADD, if not 0: DBias, slices
+    of 4 units elements, becomes the sum of so many parts, which the kernel before writes, `held` slices in Parts, the
     others in Rest; in shares of ADD elements. FRESH: it writes E and Taken, too. lent: the first tile that is stored
     where the kernels before may still read, or where what is added lies.
     """
@@ -360,7 +360,8 @@ class Launches(NamedTuple):
     keys: Launch
     sums: Launch
     blocks: int  # of 128 queries, of all heads
-    lent: tuple[int, ...]  # numbers that lie in dK and dV: lse and delta, the ring, parts; if nothing is before: parts
+    lent: tuple[int, ...]  # numbers that dK and dV lend, if they can: for lse and delta, the ring, parts; if nothing is
+    # before, for parts in two tensors, if there are several
 
 
 def _launches(
@@ -376,9 +377,8 @@ def _launches(
     before, held, adds = None, 0, False
     sizes: tuple[int, ...] = ()
     if call.len_k <= _WHOLE and call.len_q % 4 == 0:
-        room = lent.room() // area
-        sums = rows_launch(call, x.bias, n_m * m, dlse, room)
-        adds, held = sums.parts > 1, min(sums.parts * slices, room)
+        sums, held = rows_launch(call, x.bias, n_m * m, dlse, lent.room() // area)
+        adds = sums.parts > 1
         if adds:
             sizes = held * area, (sums.parts * slices - held) * area
             for size in sizes:

@@ -273,7 +273,7 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, Rest,
                  DLSE: gl.constexpr, EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
     """Tiles of dbias (parts, slices of the bias, len_q, len_k), dQ, and E (hopper_shared_bwd.py) as int32.
 
-    Of several parts, `held` slices lie in DBias, the rest in Rest. Taken: three of them become 0. Lse: (batch, heads,
+    `held` slices of all parts lie in DBias, the others in Rest. Taken: three of them become 0. Lse: (batch, heads,
     len_q). Each slice of the bias serves `shared` (batch, head), of `repeats` consecutive batch elements; its number is
     multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
     """
@@ -309,9 +309,9 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, Rest,
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool, room: int) -> Launch:
-    """The launch for q, k, v, bias, out, dout, lse, dlse, E, counters, dQ and dbias. Its parts lie in two tensors, of
-    which the first has room for so many slices."""
+def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool, room: int) -> tuple[Launch, int]:
+    """The launch for q, k, v, bias, out, dout, lse, dlse, E, counters, dQ and dbias; and how many slices of its parts,
+    where there are several, lie in the first of two tensors, which has room for so many."""
     n, dim, scale = HALF.value, DIM.value, divisor(call)
     slices, shared = sharing(call, bias)
     pieces = -(-call.len_k // (2 * n))
@@ -319,8 +319,9 @@ def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool, room: i
     parts = max(1, min(shared // 4, call.device.sms // tiles))
     parts = -(-shared // -(-shared // parts))  # each has something to add
     staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
+    held = min(parts * slices, room) if parts > 1 else slices
     scalars = (
-        *several_of(call), slices, room, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
+        *several_of(call), slices, held, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
         call.len_k, tiles * parts, scale, 1 / (scale * LOG2E.value),
     )  # fmt: skip
     meta = {
@@ -332,4 +333,4 @@ def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool, room: i
     blocks = {name: tile for name in ("Q", "K", "V", "Out", "DOut", "DQ")} | {"Lse": (n,), "Bias": (n, n)}
     if staged:
         blocks["DBias"] = (n, n)
-    return Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+    return Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts), held
