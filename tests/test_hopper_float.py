@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+import test_hopper_shared as shared  # noqa: E402
 import test_hopper_shared_lent as lent  # noqa: E402
 from test_hopper_deep import Machine, play, register  # noqa: E402
 from test_hopper_shared import H100, Box, of_slices  # noqa: E402
