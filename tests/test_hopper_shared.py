@@ -377,11 +377,9 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
     dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
     lines = torch.full((x.q.shape[0] * heads * padded, 2), math.nan)
     counts = (heads, repeats, bias_heads, sharing, parts, padded, len_q, len_k, padded // 64 * slices * parts)
-    into: Any = Box(dbias[0], 64, 64) if staged else Pointer(dbias)
     held, taken = parts * slices - 1, torch.full((3,), 7)
-    if not staged:  # in two places
-        first, rest = (t.clone() for t in dbias.view(parts * slices, len_q, len_k).split((held, 1)))
-        into = Pointer(first)
+    first, rest = map(Pointer, dbias.view(parts * slices, len_q, len_k).split((held, 1)))  # two places
+    into: Any = Box(dbias[0], 64, 64) if staged else first
     boxes = [Box(t, 64, 32) for t in (x.q, x.k, x.v, out.to(HALF), dout)]
 
     def write_line(at, rows, lse, delta, inverse):
@@ -402,7 +400,7 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
         even = len_k % (128 * n) == 0
         return {"_producer": (*given, *options, some, n, stages)} | {
             f"_consumer {c}": (
-                None, None, into, None if staged else Pointer(rest), Box(dq, 64, 32), tiles, bars, slices, held, counts,
+                None, None, into, rest, Box(dq, 64, 32), tiles, bars, slices, held, counts,
                 o.scale, 1.0, c, some, even, staged, True, False, n, stages,
             )
             for c in range(2)
@@ -410,8 +408,6 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
 
     run(whole, programs, roles)
     assert not taken.any()
-    if not staged:
-        dbias = torch.cat((first, rest)).view_as(dbias)
     return dq, dbias.double().sum(0), lines.view(*x.q.shape[:2], padded, 2)
 
 

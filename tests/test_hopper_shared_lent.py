@@ -11,16 +11,15 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.device import Device, pretend  # noqa: E402
+from test_hopper_shared import H100, HALF  # noqa: E402
+
+from adatom.device import pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
 from adatom.ops.attention import hopper_sharers as common  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
-
-H100 = Device("cuda", 90, 132, 232448)
-HALF = torch.bfloat16
 
 
 def laid(shape, order, dim):
