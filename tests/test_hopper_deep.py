@@ -44,6 +44,9 @@ class Register(torch.Tensor):
 
     type = SimpleNamespace(layout=None)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def register(x: torch.Tensor) -> Register:
     return x.as_subclass(Register)

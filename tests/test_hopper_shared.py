@@ -21,6 +21,7 @@ from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bias as bias_part  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
 from adatom.ops.attention import hopper_shared_fwd as fwd  # noqa: E402
+from adatom.ops.attention import hopper_shared_lent as borrowed  # noqa: E402
 from adatom.ops.attention import hopper_shared_rows as whole  # noqa: E402
 from adatom.ops.attention import hopper_sharers as common  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
@@ -71,6 +72,10 @@ class Box(Tensor4):
         super().__init__(x)
         self.block_type = SimpleNamespace(shape=[1, 1, *shape], nbytes=math.prod(shape) * x.element_size())
 
+    def box(self, at: list[int], like: Shared) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        assert min(at) >= 0  # an illegal instruction
+        return super().box(at, like)
+
 
 class Late(Box):
     """One that nothing may be stored in before it is free."""
@@ -81,6 +86,19 @@ class Late(Box):
 
     def box(self, at: list[int], like: Shared) -> tuple[torch.Tensor, tuple[slice, ...]]:
         assert self.free()
+        return super().box(at, like)
+
+
+class Slow(Box):
+    """One whose first line is read late by whoever comes first, when others could long have stored something there."""
+
+    def __init__(self, x: torch.Tensor, rows: int, columns: int, late: list[float]) -> None:
+        super().__init__(x, rows, columns)
+        self.late = late
+
+    def box(self, at: list[int], like: Shared) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        if at[1] == 0 and self.late:
+            time.sleep(self.late.pop())
         return super().box(at, like)
 
 
@@ -139,21 +157,22 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     language = names["gl"]
     language.full = lambda shape, value, dtype, layout: register(torch.full(shape, value))
     language.max, language.sum = (lambda x, dim: x.amax(dim)), (lambda x, dim: x.sum(dim))
+    language.min = lambda x, dim: x.amin(dim)
     language.maximum = lambda a, b: torch.maximum(a, b) if torch.is_tensor(b) else max(a, b)
     language.minimum = lambda a, b, propagate_nan=None: a.clamp(max=b) if torch.is_tensor(a) else min(a, b)
     language.log2, language.abs, language.num_programs = torch.log2, torch.abs, lambda axis: programs
-    language.float16 = torch.float16
+    language.float16, language.int16, language.int32 = torch.float16, torch.int16, torch.int32
     language.barrier = lambda: None
     language.inline_asm_elementwise = lambda *a, **k: machine.store_wait(0)
     language.BlockedLayout = lambda *a: None
     language.convert_layout = lambda x, layout, assert_trivial=False: x
     language.DotOperandLayout = lambda *a: None
     language.store = lambda at, value, mask=torch.tensor(True): at.store(value, mask)  # noqa: B008
-    language.load = lambda at, mask=None, other=0.0: at.load(mask, other)
+    language.load = lambda at, mask=None, other=0.0, cache_modifier=None: at.load(mask, other)
     language.atomic_add = lambda at, n, sem: at.add(n)
     names |= {"range": lambda *a: map(Whole, range(*a)), "LN2": math.log(2)}
     names |= dict.fromkeys(("SCORES", "GRAD", "KEEP_NAN", "STORED"))
-    for source in (common, bias_part, module):
+    for source in (common, borrowed, bias_part, whole, module):
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
                 names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
@@ -165,6 +184,8 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     names["_approximately"] = lambda text, x: 1 / x if "rcp" in text else torch.log2(x)
     names["wait_for_previous"] = names["let_next"] = lambda early: None
     names["widened"] = lambda x, pure=True: x.float()
+    names["_wait_read"] = wait_read
+    names["place_of"] = lambda chunk, *a, place=names["place_of"]: place(Whole(chunk), *a)
     for name in {"sharer", "tile_of_sum", "_tile"} & set(names):
         names[name] = lambda *a, split=names[name]: tuple(map(Whole, split(*a)))
     return names
@@ -185,6 +206,20 @@ def run(module: ModuleType, programs: int, roles: Any, together: bool = False) -
     with ThreadPoolExecutor(programs) as pool:
         for _ in pool.map(one, range(programs)):
             pass
+
+
+def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return ((high.view(torch.int16).int() << 16) | (low.view(torch.int16).int() & 65535)).view(F32)
+
+
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = x.view(torch.int16).unflatten(-1, (-1, 2))
+    return bits[..., 1].view(HALF), bits[..., 0].view(HALF)
+
+
+def wait_read(counts: Pointer, stretches: int, tiles: int) -> None:
+    for s in range(stretches):
+        wait_turn(counts + s, tiles)
 
 
 def wait_turn(at: Pointer, number: int) -> None:
@@ -249,74 +284,118 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
     return out, lse, bool(flags.any())
 
 
+def by_units(x: Any, units: Any) -> list[list[int]]:
+    """The numbers of (batch, head) of each unit, in the order in which their lines of E lie."""
+    heads = x.q.shape[1]
+    repeats, bias_heads, slices, sharing, _ = of_slices(x)
+    order = []
+    for batch in range(slices // bias_heads):
+        for group in range(units.groups):
+            for head in range(bias_heads):
+                order.append([])
+                for r in range(group * units.sharers, min((group + 1) * units.sharers, sharing)):
+                    counts = heads, repeats, bias_heads
+                    b, h = common.sharer.fn(r, batch * bias_heads + head, counts, bias_heads < heads)
+                    order[-1].append(b * heads + h)
+    return order
+
+
 def backward(
     x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int
 ):
     """dq, dk, dv, dbias. n: sharers beside each other. The kernel of dk and dv adds parts, too, which lie where it
-    writes these: some in dk, all others in dv."""
+    writes these, as lines of E do: one program after the other, or all at once, where some lines are read late."""
     batch, heads, len_q, dim = x.q.shape
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
     some, blocks = bias_heads < heads, -(-len_q // 128)
-    rows, deltas = torch.full((batch * heads, blocks * 128), math.inf), torch.zeros(batch * heads, blocks * 128)
+    padded, groups = blocks * 128, -(-sharing // n)
+    units = borrowed.Units(slices * groups, groups, n)
+    rows, deltas = torch.full((batch * heads, padded), math.inf), torch.zeros(batch * heads, padded)
     rows[:, :len_q] = torch.where(lse == -math.inf, math.inf, lse / math.log(2)).flatten(0, 1)
     deltas[:, :len_q] = delta.flatten(0, 1)
     lines = Box(rows.view(-1), 128), Box(deltas.view(-1), 128)
-    e = torch.zeros(1, 1, batch * heads * blocks * 128, 16, dtype=HALF)
-    for first, x32 in ((0, (rows.view(-1) / (o.scale * math.log2(math.e))).clamp(max=1e38)), (3, deltas.view(-1))):
+    e = torch.zeros(batch * heads, padded, 8, dtype=HALF)
+    for first, x32 in ((0, (rows / (o.scale * math.log2(math.e))).clamp(max=1e38)), (3, deltas)):
         for column in range(first, first + 3):
-            e[0, 0, :, column] = x32.to(HALF)
-            x32 = x32 - e[0, 0, :, column].float()
-    dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
-    area, to_add, total = len_q * len_k, torch.randn(parts, *x.bias.shape), torch.full(x.bias.shape, math.nan)
-    held = min(parts * slices, dk.numel() // 2 // area)
-    lent = bwd._Lent(dk, dv)
-    lent_parts = [lent.take(n) for n in (held * area, (parts * slices - held) * area)]
-    for taken, part in zip(lent_parts, to_add.view(-1).split([len(t) for t in lent_parts])):
-        taken.copy_(part)
-    add, shares = bwd._shares(area, slices, programs * n)
-    sums = (area, slices, parts, held, shares)
-    stages, turns = bwd.CONFIGS[n][0], bwd.KV_STAGES.value
-    taken = Pointer(torch.zeros(3, dtype=torch.int64))
-    groups = -(-sharing // n)
-    given = (x.q, x.k, x.v, dout)
+            e[:, :, column] = x32.to(HALF)
+            x32 = x32 - e[:, :, column].float()
+    by_unit = e[sum(by_units(x, units), [])]
 
+    area, n_n = len_q * len_k, -(-len_k // 64)
+    to_add = torch.randn(parts, *x.bias.shape)
+    add, shares = bwd._shares(area, slices, programs * n)
+    stages, turns = bwd.CONFIGS[n][0], bwd.KV_STAGES.value
+    given = (x.q, x.k, x.v, dout)
     add_share = python(Machine(0, 0), bwd, 1)["_add_share"]
 
     def slowly(*args: Any) -> None:
-        time.sleep(0.2 * (args[4] == shares - 1))
+        time.sleep(0.2 * (args[5] == shares - 1))
         add_share(*args)
 
-    def of_keys(machine: Machine) -> dict[str, tuple[Any, ...]]:
-        ring = machine.barriers
-        counts = (heads, repeats, bias_heads, sharing, groups, blocks * 128, len_q, len_k)
-        counts += (-(-len_k // 64) * slices * groups,)
-        tiles = (
-            shared(HALF, stages * n, 128, 32), shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 32),
-            shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 16), shared(HALF, 2, 64, 16),
-            shared(HALF, stages, 128, 64), shared(torch.int64, turns * bwd.TOLD.value, 1),
-        )  # fmt: skip
-        tiles[5].x.zero_()
-        tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
-        bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
-        boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-        machine.others = {"wait_turn": wait_turn, "_add_share": slowly}  # type: ignore[attr-defined]
-        options = (some, n, stages, 128, add, True, True)
-        stored = [Late(t, 64, 32, lambda: int(taken.x[2]) == shares) for t in (dk, dv)]
-        to = *map(Pointer, (*lent_parts, total)), taken
-        return {
-            "_producer": (
-                *boxes, Box(e, 128, 16), Box(x.bias, 128, 64), taken, several, shares, 0, tiles, bars, counts, *options
-            )
-        } | {
-            f"_consumer {c}": (
-                *stored, *to, sums, tiles, bars, counts, o.scale, c, *options
-            )
-            for c in range(n)
-        }  # fmt: skip
+    def keys(at_once: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """All programs at once, and one of the parts in halves; or neither."""
+        dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
+        lent = bwd.Lent(dk, dv)
+        with pretend(H100):
+            plan = lent.plan_lines(Call(x, o), x.bias, units, padded)
+        there, rest = lent.take_lines(plan)
+        rest.copy_(by_unit[plan.held :])
+        if plan.held:
+            there.copy_(by_unit[: plan.held])
+        in_whole = parts - at_once
+        held = min(in_whole * slices, max(lent.rooms()) // area)
+        sizes = held * area, (in_whole * slices - held) * area
+        first_parts, other_parts = (lent.take(n) for n in sizes)
+        for taken, part in zip((first_parts, other_parts), to_add[:in_whole].view(-1).split(sizes)):
+            taken.copy_(part)
+        total, low = torch.full(x.bias.shape, math.nan, dtype=HALF), first_parts
+        if at_once:
+            low = lent.take(slices * area // 2 + 1).view(HALF)[: slices * area].view(x.bias.shape)
+            for into, half in zip((total, low), halves(to_add[-1])):
+                into.copy_(half)
+        sums = (area, slices, parts, held, shares)
+        taken = Pointer(torch.zeros(whole.COUNTERS.value, dtype=torch.int64))
+        to = *map(Pointer, (first_parts, other_parts, low, total)), taken
+        stretch = plan.stretch * n_n
+        stretches, late = (stretch, plan.steep, plan.less), [3.0] * (at_once and plan.steep > 0)
 
-    run(bwd, programs, of_keys)  # one after the other: the first adds all parts, and waits for no other
-    assert torch.equal(total, sum(to_add, torch.zeros(x.bias.shape)))
+        def of_keys(machine: Machine) -> dict[str, tuple[Any, ...]]:
+            ring = machine.barriers
+            counts = (heads, repeats, bias_heads, sharing, groups, padded, len_q, len_k, n_n * units.n)
+            tiles = (
+                shared(HALF, stages * n, 128, 32), shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 32),
+                shared(HALF, turns * n, 64, 32), shared(HALF, stages * n, 128, 16), shared(HALF, 2, 64, 16),
+                shared(HALF, stages, 128, 64), shared(torch.int64, turns * bwd.TOLD.value, 1),
+            )  # fmt: skip
+            tiles[5].x.zero_()
+            tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
+            bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
+            boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
+            machine.others = {"wait_turn": wait_turn, "_add_share": slowly}  # type: ignore[attr-defined]
+            options = (some, n, stages, 128, add)
+            stored = [Late(t, 64, 32, lambda: int(taken.x[2]) == shares) for t in (dk, dv)]
+            places = Slow(there.view(HALF), 128, 16, late), Box(rest.view(HALF), 128, 16)
+            return {
+                "_producer": (
+                    *boxes, *places, Box(x.bias, 128, 64), taken, several, shares, 0, plan.held, stretches, tiles, bars,
+                    counts, *options, True, True,
+                )
+            } | {
+                f"_consumer {c}": (
+                    *stored, *to, sums, stretch, tiles, bars, counts, o.scale, c, *options, at_once, True, True
+                )
+                for c in range(n)
+            }  # fmt: skip
+
+        run(bwd, programs, of_keys, together=at_once)
+        assert torch.equal(total, sum(to_add, torch.zeros(x.bias.shape)).to(HALF))
+        read = taken.x[whole.COUNTERS.value - borrowed.STRETCHES.value :]
+        assert read.sum() == n_n * units.n and read.max() <= stretch
+        return dk, dv
+
+    dk, dv = keys(False)
+    assert all(map(torch.equal, keys(True), (dk, dv)))
     staged = parts == 1
     dbias = torch.full(x.bias.shape, math.nan, dtype=HALF)
 
@@ -333,7 +412,7 @@ def backward(
     def of_sums(machine: Machine) -> dict[str, tuple[Any, ...]]:
         machine.others = {"wait_turn": wait_turn, "pass_turn": pass_turn(machine)}  # type: ignore[attr-defined]
         ring, stages = machine.barriers, bias_part.STAGES.value
-        counts = (heads, repeats, bias_heads, sharing, parts, blocks * 128, len_q, len_k, tiles_in_all)
+        counts = (heads, repeats, bias_heads, sharing, parts, padded, len_q, len_k, tiles_in_all)
         tiles = (
             *(shared(HALF, stages, 128, 32) for _ in range(4)), shared(F32, stages, 128), shared(F32, stages, 128),
             shared(HALF, 2 * biases, 64, 128), shared(F32, dq_stages, 32, 128), shared(HALF, 2, 64, 32),
@@ -367,23 +446,27 @@ def backward(
 
 
 def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int):
-    """dq, dbias, and lse and delta in E, of the kernel whose programs take all of 128 n keys."""
+    """dq, dbias, and lse and delta in E, of the kernel whose programs take all of 128 n keys; of the last of several
+    parts in halves, if TMA can store them."""
     heads, len_q = x.q.shape[1:3]
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
     some, padded = bias_heads < heads, -(-len_q // 128) * 128
     dq = torch.full_like(x.q, math.nan)
-    staged = parts == 1
-    dbias = torch.full((parts, *x.bias.shape), math.nan, dtype=HALF if staged else F32)
+    staged, sharers, in_halves = parts == 1, parts + 1, parts > 1 and len_k % 16 == 0
+    taken = torch.full((whole.COUNTERS.value,), 7)
+    dbias, low = (torch.full(x.bias.shape, math.nan, dtype=HALF) for _ in range(2))
     lines = torch.full((x.q.shape[0] * heads * padded, 2), math.nan)
     counts = (heads, repeats, bias_heads, sharing, parts, padded, len_q, len_k, padded // 64 * slices * parts)
-    held, taken = parts * slices - 1, torch.full((3,), 7)
-    first, rest = map(Pointer, dbias.view(parts * slices, len_q, len_k).split((held, 1)))  # two places
-    into: Any = Box(dbias[0], 64, 64) if staged else first
+    in_parts = torch.full(((parts - in_halves) * slices * (parts > 1), len_q, len_k), math.nan)
+    held, in_lent = max(len(in_parts) - 1, 0), min(slices * sharers, len(lines) // padded - 1)
+    first, others = map(Pointer, (in_parts[:held], in_parts[held:]))  # two places
+    into: Any = [Box(t, 64, 64) if staged or in_halves else Pointer(t) for t in (dbias, low)]
+    places = [Pointer(t) for t in lines.split((in_lent * padded, len(lines) - in_lent * padded))]
     boxes = [Box(t, 64, 32) for t in (x.q, x.k, x.v, out.to(HALF), dout)]
 
     def write_line(at, rows, lse, delta, inverse):
-        lines[rows] = torch.stack((lse * inverse, delta), 1).as_subclass(torch.Tensor)
+        at.x[at.at // 4 + rows] = torch.stack((lse * inverse, delta), 1).as_subclass(torch.Tensor)
 
     def roles(machine: Machine) -> dict[str, tuple[Any, ...]]:
         machine.others = {"_write_line": write_line}  # type: ignore[attr-defined]
@@ -398,17 +481,22 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
         given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 64), Pointer(taken), several)
         options = (tiles, bars, slices, counts)
         even = len_k % (128 * n) == 0
-        return {"_producer": (*given, *options, some, n, stages)} | {
+        return {"_producer": (*given, *options, some, True, n, stages)} | {
             f"_consumer {c}": (
-                None, None, into, rest, Box(dq, 64, 32), tiles, bars, slices, held, counts,
-                o.scale, 1.0, c, some, even, staged, True, False, n, stages,
+                None, *places, into[0], first, others, into[1], Box(dq, 64, 32), tiles, bars, slices, held, in_lent,
+                counts, o.scale, 1.0, c, some, sharers, even, parts > 1, in_halves, staged, True, False, n, stages,
             )
             for c in range(2)
         }  # fmt: skip
 
     run(whole, programs, roles)
     assert not taken.any()
-    return dq, dbias.double().sum(0), lines.view(*x.q.shape[:2], padded, 2)
+    total = joined(dbias, low).double() if in_halves else dbias.double() if staged else 0
+    total = total + in_parts.view(-1, *x.bias.shape).double().sum(0)
+    found = torch.full((x.q.shape[0] * heads, padded, 2), math.nan)
+    groups = -(-sharing // sharers)
+    found[sum(by_units(x, borrowed.Units(slices * groups, groups, sharers)), [])] = lines.view(found.shape)
+    return dq, total, found.view(*x.q.shape[:2], padded, 2)
 
 
 CASES = (
@@ -486,13 +574,15 @@ def test_parts_of_the_gradient_of_the_bias():
         total = torch.zeros(x.shape[1:])
         for part in x:
             total += part
-        for held in {0, 1, parts * slices - 1, parts * slices}:
-            first, rest = x.view(parts * slices, -1).split((held, parts * slices - held))
-            got = torch.full(x.shape[1:], math.nan, dtype=HALF)
-            sums = (area, slices, parts, held, shares)
-            for share in range(shares):
-                names["_add_share"](*map(Pointer, (first, rest, got)), sums, Whole(share), size)
-            assert torch.equal(got, total.to(HALF))
+        for in_halves in (False, True):
+            n = (parts - in_halves) * slices
+            for held in {0, min(1, n), max(n - 1, 0), n}:
+                first, others = x[: parts - in_halves].reshape(n, area).split((held, n - held))
+                got, low = halves(x[-1]) if in_halves else (torch.full(x.shape[1:], math.nan, dtype=HALF), first)
+                got, sums = got.clone(), (area, slices, parts, held, shares)
+                for share in range(shares):
+                    names["_add_share"](*map(Pointer, (first, others, low, got)), sums, Whole(share), size, in_halves)
+                assert torch.equal(got, total.to(HALF))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

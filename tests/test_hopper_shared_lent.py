@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from test_hopper_shared import H100, HALF  # noqa: E402
+from test_hopper_deep import Machine  # noqa: E402
+from test_hopper_shared import H100, HALF, by_units, python  # noqa: E402
 
 from adatom.device import pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
@@ -20,6 +21,7 @@ from adatom.ops.attention import hopper_sharers as common  # noqa: E402
 from adatom.ops.attention import limits, reference  # noqa: E402
 from adatom.ops.attention.api import inputs_of  # noqa: E402
 from adatom.ops.attention.problem import problem  # noqa: E402
+from adatom.ops.attention.triton_call import Call  # noqa: E402
 
 
 def laid(shape, order, dim):
@@ -29,11 +31,11 @@ def laid(shape, order, dim):
 
 
 def test_what_dk_and_dv_lend_is_stored_last():
-    """No tile ahead of the first that waits touches it, it does not overlap, and every call takes what was planned."""
-    choose, seen = (
-        random.Random(0),
-        dict.fromkeys(("whole", "longer", "some wait", "no room", "one part, not staged"), 0),
-    )
+    """No tile ahead of the first that waits touches it, nor lines of tiles that it does not wait for; it does not
+    overlap, and every call takes what was planned."""
+    choose, tile_of = random.Random(0), python(Machine(0, 0), bwd, 1)["_tile"]
+    kinds = "whole", "longer", "some wait", "no room", "one part, not staged", "lines in dk", "in dv", "nowhere"
+    seen = dict.fromkeys((*kinds, "halves", "no halves"), 0)
     while min(seen.values()) < 6:
         batch, heads = choose.choice((8, 9, 16, 24, 33, 64, 128)), choose.choice((1, 2, 4, 8, 16))
         len_q, len_k = (
@@ -52,39 +54,68 @@ def test_what_dk_and_dv_lend_is_stored_last():
                 continue
             dk, dv = torch.empty_like(x.k), torch.empty_like(x.v)
             out = torch.empty(batch, heads, len_q, dims[1], dtype=HALF, device="meta")
-            planned, again = bwd._Lent(dk, dv), bwd._Lent(dk, dv)
+            planned, again = bwd.Lent(dk, dv), bwd.Lent(dk, dv)
             plan = bwd._launches(x, o, out, out, False, planned)
-        begin, taken = {id(t): t.numel() for t in (dk, dv)}, [again.take(n) for n in plan.lent]
-        assert [(id(t), end) for t, end in planned.free] == [(id(t), end) for t, end in again.free]
+        names = plan.keys.kernel.arg_names
+        given = dict(zip(names[names.index("bias_b") :], plan.keys.scalars))
+        slices, sharers, lines = math.prod(shape), plan.keys.meta["SHARERS"], plan.lines
+        n_n, padded = -(-len_k // 64), given["padded"]
+        with pretend(H100):
+            units = by_units(x, bwd.units_of(Call(x, o), x.bias))
+        order, unit_of = sum(units, []), [u for u, unit in enumerate(units) for _ in unit]
+        assert given["n_tiles"] == len(units) * n_n
+        there, rest = again.take_lines(lines)
+        lends = dk if there.untyped_storage()._cdata == dk.untyped_storage()._cdata else dv
+        assert there.is_contiguous() and rest.is_contiguous() and lines.held == given["in_lent"]
+        assert there.numel() == 8 * padded * lines.held or not lines.held
+        assert rest.numel() == 8 * padded * (batch * heads - lines.held)
+        first_line = there.storage_offset() if lines.held else math.inf
+        assert not lines.held or first_line + there.numel() == lends.numel() and first_line % 8 == 0
+        end = {id(t): first_line if lines.held and t is lends else t.numel() for t in (dk, dv)}
+        begin = dict(end)
+        taken = [again.take(n) for n in plan.lent]
+        assert again.free == planned.free
         for part in taken:  # one below the other
             for t in (dk, dv):
                 if part.untyped_storage()._cdata == t.untyped_storage()._cdata:
-                    assert 2 * (part.storage_offset() + part.numel()) == begin[id(t)] and part.storage_offset() % 4 == 0
+                    assert 2 * (part.storage_offset() + part.numel()) == begin[id(t)] and part.storage_offset() % 2 == 0
                     begin[id(t)] = 2 * part.storage_offset()
-        names = plan.keys.kernel.arg_names
-        given = dict(zip(names[names.index("bias_b") :], plan.keys.scalars))
-        slices, sharers = math.prod(shape), plan.keys.meta["SHARERS"]
-        for t in range(min(given["lent"], given["n_tiles"])):
-            group = t // -(-len_k // 64)
-            piece, first = group % slices, group // slices * sharers
-            n_end = min((t % -(-len_k // 64) + 1) * 64, len_k)
+        assert given["n_tiles"] <= given["stretch"] * 128
+        for t in random.Random(0).sample(range(given["n_tiles"]), min(given["n_tiles"], 400)):
+            counts = [given[name] for name in names[names.index("heads") : names.index("n_tiles") + 1]]
+            of_batch, head, n0, first, place = tile_of(t, counts, sharers)
+            stretch = t // given["stretch"]
+            read = min(stretch, stretch * given["steep"] - given["less"])
+            rows = torch.arange(n0, min(n0 + 64, len_k))
             for r in range(first, min(first + sharers, given["shared"])):
+                piece = of_batch * shape[1] + head
                 b, h = common.sharer.fn(r, piece, (heads, given["repeats"], shape[1]), shape[1] < heads)
+                assert order[place + r - first] == b * heads + h and unit_of[place] == t // n_n
                 for d in (dk, dv):
-                    last = b * d.stride(0) + h * d.stride(1) + (n_end - 1) * d.stride(2) + d.shape[3]
-                    assert last <= begin[id(d)]
+                    at = b * d.stride(0) + h * d.stride(1) + rows * d.stride(2)
+                    at = torch.cat((at, at + d.shape[3] - 1))
+                    if t < given["lent"]:
+                        assert not ((at >= begin[id(d)]) & (at < end[id(d)])).any()
+                    if d is lends and lines.held:
+                        there = set(((at[at >= first_line] - first_line) // (8 * padded)).tolist())
+                        assert all(unit_of[i] * n_n // given["stretch"] < read for i in there)
         seen["some wait"] += 0 < given["lent"] < given["n_tiles"]
-        seen["no room"] += sum(plan.lent) * 2 > sum(t.numel() - begin[id(t)] for t in (dk, dv))
+        seen["no room"] += any(part.untyped_storage().nbytes() == 4 * part.numel() for part in taken if part.numel())
         seen["longer" if plan.before else "whole"] += 1
+        seen["nowhere" if not lines.held else "lines in dk" if lends is dk else "in dv"] += 1
         if plan.before is None:
             names = plan.sums.kernel.arg_names
             held = dict(zip(names[names.index("bias_b") :], plan.sums.scalars))["held"]
-            several = plan.sums.parts > 1
-            assert held == (given["held"] if several else slices)
+            parts, area, in_halves = plan.sums.parts, len_q * len_k, plan.sums.meta["HALVES"]
+            assert held == given["held"] and in_halves == plan.keys.meta["HALVES"] <= (len_k % 8 == 0)
             assert plan.lent == (
-                (held * len_q * len_k, (plan.sums.parts * slices - held) * len_q * len_k) if several else ()
+                (held * area, ((parts - in_halves) * slices - held) * area, in_halves * slices * area // 2)
+                if parts > 1
+                else ()
             )
-            seen["one part, not staged"] += not several and not plan.sums.meta["STAGED"]
+            assert not in_halves or taken[2].storage_offset() % 4 == 0  # TMA
+            seen["halves" if in_halves else "no halves"] += parts > 1
+            seen["one part, not staged"] += parts == 1 and not plan.sums.meta["STAGED"]
 
 
 def test_a_bias_with_padded_rows(cuda):

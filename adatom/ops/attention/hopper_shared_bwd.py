@@ -14,8 +14,10 @@ gradient of the bias come first, from hopper_shared_rows.py, which writes E, too
 gradient while their first tiles come. Elsewhere dQ comes first, too, but this kernel does not wait for it: it begins on
 each multiprocessor that a program of that has left.
 
-What the kernels ahead work with lies at the end of dK and dV, as far as it fits. The producer waits until that is used
-up before it announces the tile behind one that is stored there; then only do consumers store it.
+What the kernels ahead work with, and most of E, lies at the ends of dK and dV (hopper_shared_lent.py). The producer
+waits until that is used up before it announces the tile behind one that is stored there; then only do consumers store
+it, when the lines that lie there have been read. Tiles are taken in order by programs that have begun, and wait for
+earlier ones only.
 """
 
 from typing import NamedTuple
@@ -25,8 +27,9 @@ import torch
 from adatom.ops.attention.hopper_bwd_feed import number_of
 from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
 from adatom.ops.attention.hopper_shared_ends import NUMBERS, ahead, divisor
-from adatom.ops.attention.hopper_shared_rows import rows_launch
-from adatom.ops.attention.hopper_sharers import place_of, several_of, sharer, sharing
+from adatom.ops.attention.hopper_shared_lent import STRETCHES, Lent, Lines, units_of
+from adatom.ops.attention.hopper_shared_rows import COUNTERS, rows_launch
+from adatom.ops.attention.hopper_sharers import place_of, several_of, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles import launch
@@ -58,21 +61,37 @@ PART = gl.constexpr(64)  # those worked on at a time
 LINE = gl.constexpr(16)  # columns of E, the least of a product
 KEYS = gl.constexpr(64)  # of a consumer
 KV_STAGES = gl.constexpr(2)
-TOLD = gl.constexpr(8)  # numbers that the producer tells: a tile, its first key, (batch, head) of each sharer
+NOWHERE = gl.constexpr(2**30)  # a coordinate of no element; TMA takes none below 0
+# numbers that the producer tells: a tile, its first key, (batch, head) of each sharer, at most three; then
+TOLD_STRETCH = gl.constexpr(8)  # the tile's stretch
+TOLD_WAITS = gl.constexpr(9)  # how many stretches the tile before has to wait for
+TOLD = gl.constexpr(16)  # all of them, a power of two
 SHARES = (512, 1024, 2048)  # elements that a consumer adds at once
-_SPILL = 4
+_SPILL = 16
 
 
 @gluon.jit
 def _tile(t, counts, SHARERS: gl.constexpr):
-    """(slice of the bias, first key, first sharer) of tile t: the keys of a few sharers follow each other, then come
-    those that share other slices."""
+    """(batch and head of a slice of the bias, first key, first sharer, where its lines of E are among those of all) of
+    tile t: the keys of a few sharers follow each other, then come those that share the other heads' slices."""
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     n_n = (len_k + KEYS - 1) // KEYS
-    slices = n_tiles // (n_n * groups)
-    group = t // n_n
-    first = group // slices
-    return group - first * slices, (t - group * n_n) * KEYS, first * SHARERS
+    unit = t // n_n
+    block = unit // bias_heads
+    batch = block // groups
+    head = unit - block * bias_heads
+    first = (block - batch * groups) * SHARERS
+    at = (batch * shared + first) * bias_heads + head * gl.minimum(shared - first, SHARERS)
+    return batch, head, (t - unit * n_n) * KEYS, first, at
+
+
+@gluon.jit
+def _sharer(r, batch, head, counts, SHARED_HEADS: gl.constexpr):
+    """(batch, head) number r of those that share a slice of the bias; beyond the last none, of a far batch element."""
+    heads, repeats, shared = counts[0], counts[1], counts[3]
+    b = batch * repeats + (r // heads if SHARED_HEADS else r)
+    h = r % heads if SHARED_HEADS else head
+    return gl.where(r < shared, b, NOWHERE), h
 
 
 @gluon.jit
@@ -81,28 +100,59 @@ def _tell(number_s, i, x):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars, counts, SHARED_HEADS: gl.constexpr,
-              SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, ADD: gl.constexpr, EARLY: gl.constexpr,
-              FRESH: gl.constexpr):
-    """Keeps the rings full. Beyond the last sharer, the last one comes again. Takes the next tile that no program took,
-    and tells the consumers its number. FRESH: of what it reads, E and Taken come from the kernel before."""
+def _read_counts(Taken, FRESH: gl.constexpr):
+    """Where it is counted how many tiles of each stretch have been read."""
+    if FRESH:
+        return Taken + (COUNTERS - STRETCHES)
+    else:
+        return Taken + (NUMBERS - STRETCHES)
+
+
+@gluon.jit
+def _all_read(Read, stretches, tiles):
+    """Of a warp: whether all tiles of the first so many stretches have been read, as far as is seen at once."""
+    i = gl.arange(0, STRETCHES, gl.BlockedLayout([4], [32], [1], [0]))
+    return gl.min(gl.load(Read + i, mask=i < stretches, other=tiles, cache_modifier=".cg"), 0) >= tiles
+
+
+@gluon.jit
+def _wait_read(Read, stretches, tiles):
+    """Of a warpgroup: wait until all tiles of the first so many stretches have been read, each thread for one."""
+    i = gl.arange(0, STRETCHES, gl.BlockedLayout([1], [32], [4], [0]))
+    wait_turn(Read + gl.minimum(i, stretches - 1), tiles)
+    gl.barrier()
+
+
+@gluon.jit
+def _producer(Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_lent, stretches, tiles, bars, counts,
+              SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
+              ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
+    """Keeps the rings full. Takes the next tile that no program took, and tells the consumers what it is, and what the
+    tile before has still to wait for: it looks once, and does not wait. FRESH: of what it reads, E and Taken come from
+    the kernel before."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
     full, empty, kv_full, kv_empty = bars
     heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h = several
+    stretch, steep, less = stretches
     n = 0
     turn = 0
-    t = gl.program_id(0)
+    waits = 0
+    if not FRESH:
+        wait_turn(Taken + 1, 1)  # a program of the kernel before has begun, after what that waited for
+    t = gl.atomic_add(Taken, 1, sem="relaxed")
     while t < n_tiles:
         following = t
-        piece, n0, first = _tile(t, counts, SHARERS)
+        batch, head, n0, first, at = _tile(t, counts, SHARERS)
         i_kv = slot(turn, KV_STAGES)
         wait_empty(kv_empty, turn, KV_STAGES)
         told = i_kv * TOLD
         _tell(number_s, told, t)
         _tell(number_s, told + 1, n0)
+        _tell(number_s, told + TOLD_STRETCH, t // stretch)
+        _tell(number_s, told + TOLD_WAITS, waits)
         for c in gl.static_range(SHARERS):
-            b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
+            b, h = _sharer(first + c, batch, head, counts, SHARED_HEADS)
             _tell(number_s, told + 2 + 2 * c, b)
             _tell(number_s, told + 3 + 2 * c, h)
             load_tile(K, b, h, n0, 0, kv_full.index(i_kv), k_s.index(i_kv * SHARERS + c))
@@ -110,24 +160,22 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars,
         for m0 in range(0, len_q, LOAD):
             i = slot(n, STAGES)
             wait_empty(empty, n, STAGES)
-            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, n0, full.index(i),
-                      bias_s.index(i))
+            load_tile(Bias, batch * bias_b, head * bias_h, m0, n0, full.index(i), bias_s.index(i))
             for c in gl.static_range(SHARERS):
-                b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
+                b, h = _sharer(first + c, batch, head, counts, SHARED_HEADS)
                 load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
                 load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
-            if n == 0:
-                if FRESH:
+            if FRESH:
+                if n == 0:
                     wait_for_previous(EARLY)
                     let_next(EARLY)  # which begins to read what was there before this kernel
-                else:
-                    wait_turn(Taken + 1, 1)  # a program of the kernel before has begun, after what that waited for
             if m0 == 0:
-                following = gl.num_programs(0) + gl.atomic_add(Taken, 1, sem="relaxed")
+                following = gl.atomic_add(Taken, 1, sem="relaxed")
             for c in gl.static_range(SHARERS):
-                b, h = sharer(gl.minimum(first + c, shared - 1), piece, counts, SHARED_HEADS)
-                row = (b * heads + h) * padded + m0
-                load_tile(E, 0, 0, row, 0, full.index(i), e_s.index(i * SHARERS + c))
+                if at < in_lent:
+                    load_tile(E, 0, at + c, m0, 0, full.index(i), e_s.index(i * SHARERS + c))
+                else:
+                    load_tile(Rest, 0, at - in_lent + c, m0, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
         if t >= lent:  # where this tile is stored, others may still read
             if not FRESH:
@@ -135,10 +183,15 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars,
             elif ADD > 0:
                 wait_turn(Taken + 2, shares)
             lent = n_tiles  # waited for
+        waits = gl.minimum(t // stretch, t // stretch * steep - less)
+        if waits > 0:
+            if _all_read(_read_counts(Taken, FRESH), waits, stretch):
+                waits = 0
         turn += 1
         t = following
     wait_empty(kv_empty, turn, KV_STAGES)
     _tell(number_s, slot(turn, KV_STAGES) * TOLD, n_tiles)  # no tile's: the end
+    _tell(number_s, slot(turn, KV_STAGES) * TOLD + TOLD_WAITS, waits)
     mbarrier.arrive(kv_full.index(slot(turn, KV_STAGES)), count=2 * SHARERS)
     if not FRESH:
         wait_for_previous(EARLY)
@@ -146,28 +199,43 @@ def _producer(Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars,
 
 
 @gluon.jit
-def _add_share(Parts, Rest, Whole, sums, share, N: gl.constexpr):
+def _joined(high, low):
+    """float32 numbers whose halves look like 16-bit numbers."""
+    bits = (high.to(gl.int16, bitcast=True).to(gl.int32) << 16) | (low.to(gl.int16, bitcast=True).to(gl.int32) & 65535)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _add_share(Parts, Others, Low, Whole, sums, share, N: gl.constexpr, HALVES: gl.constexpr):
     """A share of the gradient of the bias, N elements of a slice: the sum of float32 parts in order, of which `held`
-    slices lie in Parts, the others in Rest."""
+    slices lie in Parts, the others in Others, but HALVES of the last one where the sum shall be and in Low."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     area, slices, parts, held, shares = sums
     of = share % slices
     i = share // slices * N + gl.arange(0, N, FLAT)
+    some = i < area
+    here = of.to(gl.int64) * area + i
+    if HALVES:
+        parts -= 1
+        high = gl.load(Whole + here, mask=some, other=0.0)
+        low = gl.load(Low + here, mask=some, other=0.0)
     x = gl.zeros([N], gl.float32, FLAT)
     for part in range(0, parts, 4):  # so many under way at once
         at = part * slices + of
-        x0 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=i < area, other=0.0)
+        x0 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some, other=0.0)
         at += slices
-        x1 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=(i < area) & (part + 1 < parts), other=0.0)
+        x1 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some & (part + 1 < parts), other=0.0)
         at += slices
-        x2 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=(i < area) & (part + 2 < parts), other=0.0)
+        x2 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some & (part + 2 < parts), other=0.0)
         at += slices
-        x3 = gl.load(place_of(at, Parts, Rest, held, area) + i, mask=(i < area) & (part + 3 < parts), other=0.0)
+        x3 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some & (part + 3 < parts), other=0.0)
         x += x0
         x += x1
         x += x2
         x += x3
-    gl.store(Whole + of.to(gl.int64) * area + i, x.to(Whole.dtype.element_ty), mask=i < area)
+    if HALVES:
+        x += _joined(high, low)
+    gl.store(Whole + here, x.to(Whole.dtype.element_ty), mask=some)
 
 
 @gluon.jit
@@ -179,9 +247,9 @@ def _scores(left, right, ones, lines):
 
 
 @gluon.jit
-def _consumer(DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, C: gl.constexpr,
+def _consumer(DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, C: gl.constexpr,
               SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-              ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
+              ADD: gl.constexpr, HALVES: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
@@ -198,7 +266,7 @@ def _consumer(DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scal
         share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
         added = 0
         while share < sums[4]:  # what nobody took: programs that have not begun may be waiting for a multiprocessor
-            _add_share(Parts, Rest, DBias, sums, share, ADD)
+            _add_share(Parts, Others, Low, DBias, sums, share, ADD, HALVES)
             share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
             added += 1
         gl.barrier()
@@ -242,12 +310,18 @@ def _consumer(DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scal
                 tma.store_wait(0)
                 gl.barrier()
                 release(kv_empty, turn - 1, KV_STAGES)
+        Read = _read_counts(Taken, FRESH)
         told = slot(turn, KV_STAGES) * TOLD
+        if C == 0:  # what was read has arrived: there is nothing to wait for
+            gl.atomic_add(Read + number_of(number_s.index(told + TOLD_STRETCH), 4), 1, sem="relaxed")
         n0 = number_of(number_s.index(told + 1), 4)
         b = number_of(number_s.index(told + 2 + 2 * C), 4)
         h = number_of(number_s.index(told + 3 + 2 * C), 4)
         turn += 1
-        wait_full(kv_full, turn, KV_STAGES)  # nobody wants any more what lies where this tile is stored
+        wait_full(kv_full, turn, KV_STAGES)  # nobody wants any more what lies where this tile is stored, but for lines
+        waits = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD + TOLD_WAITS), 4)
+        if waits > 0:
+            _wait_read(Read, waits, stretch)
         k_tile.store((dk * scale).to(DK.dtype))
         v_tile.store(dv.to(DV.dtype))
         fence_async_shared()
@@ -258,25 +332,29 @@ def _consumer(DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scal
 
 
 _COUNTS = [
-    "units", "slices", "parts", "held", "shares", "lent", "heads", "repeats", "bias_heads", "shared", "groups",
-    "padded", "len_q", "len_k", "n_tiles",
+    "units", "slices", "parts", "held", "shares", "lent", "in_lent", "stretch", "steep", "less", "heads", "repeats",
+    "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, Rest, DBias, bias_b, bias_h, units, slices, parts, held,
-                 shares, lent, heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles, scale,
-                 SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-                 ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr):
+def _keys_kernel(Q, K, V, DOut, E, Rest, Bias, DK, DV, Taken, Parts, Others, Low, DBias, bias_b, bias_h, units, slices,
+                 parts, held, shares, lent, in_lent, stretch, steep, less, heads, repeats, bias_heads, shared, groups,
+                 padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr,
+                 STAGES: gl.constexpr, LOAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr,
+                 EARLY: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of tiles of 64 keys of a few sharers.
 
-    E: `padded` lines for each (batch, head), of eight columns: three parts of lse in units of a product, three of
-    delta. Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in
-    `groups` of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
-    Taken: int32, 0; tiles that are taken; where FRESH shares that are, and that are added. ADD, if not 0: DBias, slices
-    of 4 units elements, becomes the sum of so many parts, which the kernel before writes, `held` slices in Parts, the
-    others in Rest; in shares of ADD elements. FRESH: it writes E and Taken, too. lent: the first tile that is stored
-    where the kernels before may still read, or where what is added lies.
+    Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in `groups`
+    of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions. E: `padded`
+    lines for each (batch, head) in the order of units (hopper_shared_lent.py), of eight columns: three parts of lse in
+    units of a product, three of delta; those of the first in_lent, which lie in dK or dV. Rest: all others.
+    Taken: int32, 0; tiles that are taken; where FRESH shares that are, and that are added; at the end, of each stretch,
+    how many tiles have been read. ADD, if not 0: DBias, slices of 4 units elements, becomes the sum of so many parts,
+    which the kernel before writes, `held` slices in Parts, the others in Others, but HALVES of the last in DBias and
+    Low; in shares of ADD elements. FRESH: it writes E and Taken, too. lent: the first tile that is stored where the
+    kernels before may still read, or where what is added lies. stretch: so many tiles are counted together; before one
+    of stretch s is stored, those of the first min(s, steep s - less) stretches have been read.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -300,26 +378,27 @@ def _keys_kernel(Q, K, V, DOut, E, Bias, DK, DV, Taken, Parts, Rest, DBias, bias
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     sums = (units * 4, slices, parts, held, shares)
+    stretches = (stretch, steep, less)
     if SHARERS == 2:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS,
-                         STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS,
-                         STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 0,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 1,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_lent, stretches, tiles, bars,
+                         counts, SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 0, SHARED_HEADS, SHARERS,
-                         STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 1, SHARED_HEADS, SHARERS,
-                         STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, Rest, DBias, Taken, sums, tiles, bars, counts, scale, 2, SHARED_HEADS, SHARERS,
-                         STAGES, LOAD, ADD, EARLY, FRESH)),
-            (_producer, (Q, K, V, DOut, E, Bias, Taken, several, shares, lent, tiles, bars, counts,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 0,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 1,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 2,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_lent, stretches, tiles, bars,
+                         counts, SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
@@ -329,91 +408,65 @@ _WHOLE = 384  # keys, which a program of dQ takes all, if TMA can read lse: wher
 CONFIGS = {2: (3, 240), 3: (2, 160)}  # sharers: buffers of 128 queries, registers
 
 
-class _Lent:
-    """The memory of 16-bit results that are written last, for what is used up by then: the ends of it."""
-
-    def __init__(self, *results: torch.Tensor) -> None:
-        self.free = [(t, t.numel()) for t in results]
-
-    def take(self, n: int) -> torch.Tensor:
-        """n float32 numbers, in new memory where no result has room for them."""
-        self.free.sort(key=lambda free: -free[1])
-        t, end = self.free[0]
-        if 2 * n > end:
-            return empty((n,), t, torch.float32)
-        self.free[0] = t, end - 2 * n
-        return t.as_strided((2 * n,), (1,), end - 2 * n).view(torch.float32)
-
-    def room(self) -> int:
-        """How many numbers lie together."""
-        return max(end for _, end in self.free) // 2
-
-    def first(self) -> int:
-        """The first batch element of a result that has lent something; 0 unless one follows the other in memory."""
-        return min(end // t.stride(0) if t.stride(0) * len(t) == t.numel() else 0 for t, end in self.free)
-
-
 class Launches(NamedTuple):
     """The launches of one backward, and the sizes of what they share."""
 
     before: launch.Launch | None  # None: what gives dQ does its work
     keys: Launch
     sums: Launch
-    blocks: int  # of 128 queries, of all heads
-    lent: tuple[int, ...]  # numbers that dK and dV lend, if they can: for lse and delta, the ring, parts; if nothing is
-    # before, for parts in two tensors, if there are several
+    lines: Lines
+    lent: tuple[int, ...]  # numbers that dK and dV lend, if they can: for the ring, parts, lse and delta; if nothing is
+    # before, for parts in two tensors and the lower halves of the last, if there are several
 
 
 def _launches(
-    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool, lent: _Lent
+    x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, dlse: bool, lent: Lent
 ) -> Launches:  # fmt: skip
     call = Call(x, o)
     assert x.bias is not None
     m, n, dim, sms = BLOCK_M.value, KEYS.value, DIM.value, call.device.sms
-    n_m = -(-call.len_q // m)
-    n_blocks = n_m * call.heads * call.batch
+    padded = -(-call.len_q // m) * m
     slices, shared = sharing(call, x.bias)
-    area = call.len_q * call.len_k
-    before, held, adds = None, 0, False
+    units = units_of(call, x.bias)
+    sharers, area = units.sharers, call.len_q * call.len_k
+    lines = lent.plan_lines(call, x.bias, units, padded)
+    lent.take_lines(lines)
+    before, rows = None, None
     sizes: tuple[int, ...] = ()
     if call.len_k <= _WHOLE and call.len_q % 4 == 0:
-        sums, held = rows_launch(call, x.bias, n_m * m, dlse, lent.room() // area)
-        adds = sums.parts > 1
-        if adds:
-            sizes = held * area, (sums.parts * slices - held) * area
-            for size in sizes:
-                lent.take(size)
+        rows = rows_launch(call, x.bias, units, lines.held, padded, dlse, lent.rooms())
+        sums = rows.launch
+        if rows.held + rows.others:
+            sizes = rows.held * area, rows.others * area, slices * area // 2 if rows.halves else 0
     else:
-        before = ahead(call, m, out, dout, dlse)
-        lent.take(2 * n_blocks * m)
-        sums, ring, handed = sums_launch(call, x.bias, n_m * m, lent.room())
-        sizes = 2 * n_blocks * m, ring, handed
-        for size in sizes[1:]:
-            lent.take(size)
-    sharers = 3 if -(-shared // 3) * 3 <= 1.1 * shared else 2
+        before = ahead(call, m, x.bias, units, lines.held, out, dout, dlse)
+        sums, ring, handed = sums_launch(call, x.bias, padded, max(lent.rooms()))
+        sizes = ring, handed, 2 * padded * call.heads * call.batch  # the largest first, or tiles wait that need not
+    for size in sizes:
+        lent.take(size)
     stages, registers = CONFIGS[sharers]
-    load = m if before else m // 2  # queries of a buffer: few where heads are short
-    groups = -(-shared // sharers)
-    n_tiles = -(-call.len_k // n) * slices * groups
+    load = m // 2 if rows else m  # queries of a buffer: few where heads are short
+    n_n = -(-call.len_k // n)
+    n_tiles = n_n * units.n
     programs = min(n_tiles, sms)
-    add, shares = _shares(area, slices, programs * sharers) if adds else (0, 0)
+    add, shares = _shares(area, slices, programs * sharers) if rows and sizes else (0, 0)
     several_heads = x.bias.shape[1] < call.heads
-    untouched = lent.first() * (call.heads if several_heads else 1) if len(x.bias) == 1 else 0  # sharers
-    first = untouched // sharers * (n_tiles // groups)
     scalars = (
-        *several_of(call), area // 4, slices, sums.parts, held, shares, first, call.heads, call.repeats,
-        x.bias.shape[1], shared, groups, n_m * m, call.len_q, call.len_k, n_tiles, divisor(call),
+        *several_of(call), area // 4, slices, sums.parts, rows.held if rows else 0, shares,
+        lent.first(call, x.bias, units) * n_n, lines.held, lines.stretch * n_n, lines.steep, lines.less, call.heads,
+        call.repeats, x.bias.shape[1], shared, units.groups, padded, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": several_heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load, "ADD": add,
-        "EARLY": True, "FRESH": before is None, "REGISTERS": registers, "num_warps": 4, "launch_pdl": True,
+        "HALVES": rows is not None and rows.halves, "EARLY": True, "FRESH": rows is not None, "REGISTERS": registers,
+        "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
         "Q": (load, dim), "K": (n, dim), "V": (n, dim), "DOut": (load, dim), "E": (load, LINE.value),
-        "Bias": (load, n), "DK": (n, dim), "DV": (n, dim),
+        "Rest": (load, LINE.value), "Bias": (load, n), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, programs, scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums, n_blocks, sizes)
+    return Launches(before, keys, sums, lines, sizes)
 
 
 def _shares(area: int, slices: int, consumers: int) -> tuple[int, int]:
@@ -432,21 +485,26 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     out, dout = (t if suits_tma(t) else t.contiguous() for t in (out, dout))
     dq, dk, dv = empty_like(x.q), empty_like(x.k), empty_like(x.v)
-    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None, _Lent(dk, dv)))
-    e = empty((1, 1, plan.blocks * BLOCK_M.value, 8), lse, torch.bfloat16)
-    numbers = empty((NUMBERS.value if plan.before else 3,), lse, torch.int32)
+    plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, dlse is not None, Lent(dk, dv)))
+    numbers = empty((NUMBERS.value if plan.before else COUNTERS.value,), lse, torch.int32)
     dbias = empty(tuple(bias.shape), bias)
-    lent = _Lent(dk, dv)
-    parts, rest = dbias, dbias
+    lent = Lent(dk, dv)
+    e, rest = lent.take_lines(plan.lines)
+    parts, others, low = dbias, dbias, dbias
     if plan.before is None:
         if plan.lent:
-            parts, rest = map(lent.take, plan.lent)
-        plan.sums(x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), numbers, dq, parts, rest)
+            parts, others, low = map(lent.take, plan.lent)
+            if plan.lent[2]:
+                low = low.view(dbias.dtype).view(dbias.shape)
+        plan.sums(
+            x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), rest.view(torch.int32), numbers,
+            dq, dbias, parts, others, low,
+        )  # fmt: skip
     else:
-        lines, ring, handed = map(lent.take, plan.lent)
-        rows, delta = lines.view(2, -1).unbind()
+        ring, handed, rows_and_delta = map(lent.take, plan.lent)
+        rows, delta = rows_and_delta.view(2, -1).unbind()
         launch.take_turn(x.q.device)
-        plan.before(out, dout, lse, dlse, rows, delta, e, numbers)
+        plan.before(out, dout, lse, dlse, rows, delta, e, rest, numbers)
         plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring.view(-1, 128), numbers, handed, dbias)
-    plan.keys(x.q, x.k, x.v, dout, e, bias, dk, dv, numbers, parts, rest, dbias)
+    plan.keys(x.q, x.k, x.v, dout, e, rest, bias, dk, dv, numbers, parts, others, low, dbias)
     return dq, dk, dv, dbias, None

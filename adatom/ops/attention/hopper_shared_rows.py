@@ -7,14 +7,18 @@ A program owns 64 queries and all keys, each of two consumer warpgroups half of 
 registers while a producer warp brings what belongs to one sharer after the other. A query comes once, so that delta is
 summed here, and what the kernel of dK and dV wants of lse and delta is written here, and dQ is complete: one consumer
 gives the other what it has of it, which adds that when it has begun with the next sharer. Where tiles are too few for
-the GPU, several programs share the sum of dbias, and the kernel of dK and dV adds their parts. All results repeat bit
-for bit.
+the GPU, several programs share the sum of dbias, and the kernel of dK and dV adds their parts, which lie in dK and dV.
+Where these have no room for all, upper halves of the last one lie where the sum shall be. All results repeat bit for
+bit.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, widened
 from adatom.ops.attention.hopper_shared_ends import FAR, LARGEST, divisor
+from adatom.ops.attention.hopper_shared_lent import STRETCHES, Units
 from adatom.ops.attention.hopper_sharers import HALF, place_of, several_of, sharer, sharing
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.hopper import (
@@ -39,7 +43,7 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-_SPILL = 48  # Triton 3.6: 28 to 36; 3.9: to 140
+_SPILL = 72  # Triton 3.6: 20 to 80, none of it in the loop; 3.9: to 140
 
 
 @gluon.jit
@@ -53,15 +57,13 @@ def _tile(t, slices, counts):
 
 @gluon.jit
 def _producer(Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr,
-              PIECES: gl.constexpr, STAGES: gl.constexpr):
-    """Keeps the rings full."""
+              EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Keeps the rings full. That of program 0 clears Taken, and then only may the next kernel begin, which takes a tile
+    before it waits for this one."""
     q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, _, _ = tiles
     full, empty, bias_full, bias_empty, _, _ = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
     bias_b, bias_h = several
-    if gl.program_id(0) == 0:
-        for i in gl.static_range(3):
-            gl.store(Taken + i, 0)
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
@@ -84,6 +86,12 @@ def _producer(Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices
                 load_tile(V, b, h, c * HALF, 0, full.index(i), v_s.index(i * (2 * PIECES) + c))
             n += 1
         turn += 1
+    if gl.program_id(0) == 0:
+        i = gl.arange(0, 256, gl.BlockedLayout([1], [32], [1], [0]))
+        gl.store(Taken + i, 0, mask=i < COUNTERS)
+        gl.barrier()
+        gl.atomic_add(Taken + (COUNTERS - STRETCHES - 1), 0, sem="release")  # they are 0 for all from here on
+        let_next(EARLY)
 
 
 @gluon.jit
@@ -121,6 +129,15 @@ def _lower(bits):
 
 
 @gluon.jit
+def _place_of_lines(E, Rest, r, batch, head, in_lent, counts, SHARERS: gl.constexpr):
+    """Where lines of E (as int32) of sharer r of a slice lie: in the order of units (hopper_shared_lent.py)."""
+    bias_heads, shared, padded = counts[2], counts[3], counts[5]
+    first = r // SHARERS * SHARERS
+    at = (batch * shared + first) * bias_heads + head * gl.minimum(shared - first, SHARERS) + r - first
+    return place_of(at, E, Rest, in_lent, padded * 4)
+
+
+@gluon.jit
 def _write_line(E, rows, lse, delta, inverse):
     """Rows of E: three parts of lse in units of a product, three of delta."""
     x = gl.maximum(gl.minimum(lse * inverse, LARGEST, propagate_nan=KEEP_NAN), -LARGEST, propagate_nan=KEEP_NAN)
@@ -130,7 +147,7 @@ def _write_line(E, rows, lse, delta, inverse):
     y0, y = _cut(delta)
     y1, y = _cut(y)
     y2, y = _cut(y)
-    at = E + rows.to(gl.int64) * 4
+    at = E + rows * 4
     gl.store(at, _lower(x0) | x1)
     gl.store(at + 1, _lower(x2) | y0)
     gl.store(at + 2, _lower(y1) | y2)
@@ -138,8 +155,35 @@ def _write_line(E, rows, lse, delta, inverse):
 
 
 @gluon.jit
-def _consumer(DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale, inverse, C: gl.constexpr,
-              SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr,
+def _store_staged(D, b, h, m0, n0, x, tile):
+    """Begin to write 16-bit numbers [HALF, HALF] from shared memory, where nothing is read any more."""
+    tile.store(x)
+    fence_async_shared()
+    store_tile(D, b, h, m0, n0, tile)
+
+
+@gluon.jit
+def _store_halves(High, Low, b, h, m0, n0, sums, bias_s, FIRST: gl.constexpr, PIECES: gl.constexpr):
+    """Begin to write pieces of float32 numbers: their upper halves, as they are, and the lower ones."""
+    for half in gl.static_range(2):
+        if half == 1:
+            tma.store_wait(0)
+            gl.barrier()
+        for j in gl.static_range(PIECES):
+            bits = sums[j].to(gl.int32, bitcast=True)
+            tile = bias_s.index(FIRST + j)
+            if half == 0:
+                x = (bits >> 16).to(gl.int16).to(tile.dtype, bitcast=True)
+                _store_staged(High, b, h, m0, n0 + j * HALF, x, tile)
+            else:
+                x = bits.to(gl.int16).to(tile.dtype, bitcast=True)
+                _store_staged(Low, b, h, m0, n0 + j * HALF, x, tile)
+
+
+@gluon.jit
+def _consumer(DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale, inverse,
+              C: gl.constexpr, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, EVEN_N: gl.constexpr,
+              PARTS: gl.constexpr, HALVES: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr,
               DLSE: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
     """Sums half of the columns of every tile. Comments at waits name the products under way, the eldest first."""
     q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, dq_s, sum_s = tiles
@@ -159,6 +203,8 @@ def _consumer(DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale
     written = turn
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0 = _tile(t, slices, counts)
+        slice_batch = piece // bias_heads
+        slice_head = piece - slice_batch * bias_heads
         wait_full(bias_full, turn, 1)
         if HELD:
             bias_low = bias_s.index(C * PIECES).load(SCORES)
@@ -188,7 +234,8 @@ def _consumer(DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale
             if DLSE:
                 delta -= gl.load(DLse + head.to(gl.int64) * len_q + rows, mask=rows < len_q, other=0.0)
             if C == 1:
-                _write_line(E, head.to(gl.int64) * padded + rows, lse, delta, inverse)
+                X = _place_of_lines(E, Rest, r, slice_batch, slice_head, in_lent, counts, SHARERS)
+                _write_line(X, rows, lse, delta, inverse)
             for j in gl.static_range(PIECES):
                 if j == 0:  # S, dP
                     s = warpgroup_mma_wait(1, deps=(s,))
@@ -230,27 +277,27 @@ def _consumer(DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale
                 gl.barrier()
                 release(dq_full, n, 1)
             n += 1
-        for j in gl.static_range(PIECES):
-            if j == 0:
-                total = low
-            elif j == 1:
-                total = high
-            else:
-                total = top
-            n0 = (C * PIECES + j) * HALF
-            if STAGED:
-                tile = bias_s.index(C * PIECES + j)
-                tile.store(total.to(tile.dtype))
-                fence_async_shared()
-                store_tile(DBias, piece // bias_heads, piece % bias_heads, m0, n0, tile)
-            else:
-                width = len_k // 2 * 2 if PAIRS else len_k  # even, as the compiler may know: it writes pairs
-                X = place_of(part * slices + piece, DBias, Rest, held, len_q * width)
-                lines = m0 + gl.arange(0, HALF, ROWS)[:, None]
-                columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
-                some = (lines < len_q) & (columns < width)
-                gl.store(X + lines * width + columns, total.to(DBias.dtype.element_ty), mask=some)
-        if STAGED:
+        sums = (low, high, top)
+        FIRST: gl.constexpr = C * PIECES
+        if HALVES and part + 1 == parts:
+            _store_halves(DBias, Low, slice_batch, slice_head, m0, FIRST * HALF, sums, bias_s, FIRST, PIECES)
+        else:
+            for j in gl.static_range(PIECES):
+                n0 = (FIRST + j) * HALF
+                if STAGED:
+                    tile = bias_s.index(FIRST + j)
+                    _store_staged(DBias, slice_batch, slice_head, m0, n0, sums[j].to(tile.dtype), tile)
+                else:
+                    width = len_k // 2 * 2 if PAIRS else len_k  # even, as the compiler may know: it writes pairs
+                    lines = m0 + gl.arange(0, HALF, ROWS)[:, None]
+                    columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
+                    some = (lines < len_q) & (columns < width)
+                    if PARTS:
+                        D = place_of(part * slices + piece, Parts, Others, held, len_q * width)
+                    else:
+                        D = DBias + piece.to(gl.int64) * (len_q * width)
+                    gl.store(D + lines * width + columns, sums[j].to(D.dtype.element_ty), mask=some)
+        if STAGED or HALVES:
             tma.store_wait(0)
             gl.barrier()
         release(bias_empty, turn, 1)
@@ -261,21 +308,25 @@ def _consumer(DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale
     tma.store_wait(0)
 
 
+COUNTERS = gl.constexpr(4 + STRETCHES.value)
 _COUNTS = [
-    "slices", "held", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles",
+    "slices", "held", "in_lent", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k",
+    "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, Rest, bias_b, bias_h, slices, held, heads,
-                 repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, inverse,
-                 SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr,
-                 DLSE: gl.constexpr, EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
-    """Tiles of dbias (parts, slices of the bias, len_q, len_k), dQ, and E (hopper_shared_bwd.py) as int32.
+def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Rest, Taken, DQ, DBias, Parts, Others, Low, bias_b, bias_h,
+                 slices, held, in_lent, heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale,
+                 inverse, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, EVEN_N: gl.constexpr, PARTS: gl.constexpr,
+                 HALVES: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr, DLSE: gl.constexpr,
+                 EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Tiles of dbias (slices of the bias, len_q, len_k), dQ, and E and Rest (hopper_shared_bwd.py) as int32.
 
-    `held` slices of all parts lie in DBias, the others in Rest. Taken: three of them become 0. Lse: (batch, heads,
-    len_q). Each slice of the bias serves `shared` (batch, head), of `repeats` consecutive batch elements; its number is
-    multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    PARTS: there are several `parts` of dbias, in float32, `held` slices in Parts, the others in Others; HALVES: but of
+    the last part, upper halves are in DBias, lower ones in Low. Taken: COUNTERS of them become 0. Lse: (batch, heads,
+    len_q). Each slice of the bias serves `shared` (batch, head), of `repeats` consecutive batch elements; its
+    number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES * 2 * PIECES)
@@ -294,43 +345,62 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Taken, DQ, DBias, Rest,
     dq_empty = make_barriers(1, 1)
     fence_async_shared()
     wait_for_previous(EARLY)
-    let_next(EARLY)  # which begins to read what was there before this kernel
+    if gl.program_id(0) > 0:
+        let_next(EARLY)  # which begins to read what was there before this kernel
     tiles = (q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, dq_s.index(0), sum_s)
     bars = (full, empty, bias_full, bias_empty, dq_full, dq_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
     gl.warp_specialize([
-        (_consumer, (DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale, inverse, 0, SHARED_HEADS,
-                     EVEN_N, STAGED, PAIRS, DLSE, PIECES, STAGES)),
-        (_consumer, (DLse, E, DBias, Rest, DQ, tiles, bars, slices, held, counts, scale, inverse, 1, SHARED_HEADS,
-                     EVEN_N, STAGED, PAIRS, DLSE, PIECES, STAGES)),
-        (_producer, (Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS,
+        (_consumer, (DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale,
+                     inverse, 0, SHARED_HEADS, SHARERS, EVEN_N, PARTS, HALVES, STAGED, PAIRS, DLSE, PIECES, STAGES)),
+        (_consumer, (DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale,
+                     inverse, 1, SHARED_HEADS, SHARERS, EVEN_N, PARTS, HALVES, STAGED, PAIRS, DLSE, PIECES, STAGES)),
+        (_producer, (Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS, EARLY,
                      PIECES, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def rows_launch(call: Call, bias: torch.Tensor, padded: int, dlse: bool, room: int) -> tuple[Launch, int]:
-    """The launch for q, k, v, bias, out, dout, lse, dlse, E, counters, dQ and dbias; and how many slices of its parts,
-    where there are several, lie in the first of two tensors, which has room for so many."""
+class Rows(NamedTuple):
+    """The launch of this kernel, and where the parts of dbias lie, if there are several."""
+
+    launch: Launch
+    held: int  # slices of parts in the first of two tensors
+    others: int  # those in the second one
+    halves: bool  # whether the last part lies in halves, of which the lower ones need memory
+
+
+def rows_launch(
+    call: Call, bias: torch.Tensor, units: Units, in_lent: int, padded: int, dlse: bool, rooms: list[int]
+) -> Rows:  # fmt: skip
+    """The launch for q, k, v, bias, out, dout, lse, dlse, E in two places, counters, dQ, dbias and its parts, for
+    which two results have room for so many float32 numbers each."""
     n, dim, scale = HALF.value, DIM.value, divisor(call)
     slices, shared = sharing(call, bias)
+    area = call.len_q * call.len_k
     pieces = -(-call.len_k // (2 * n))
     tiles = padded // n * slices
     parts = max(1, min(shared // 4, call.device.sms // tiles))
     parts = -(-shared // -(-shared // parts))  # each has something to add
-    staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0
-    held = min(parts * slices, room) if parts > 1 else slices
+    suits = call.len_k * bias.element_size() % 16 == 0  # TMA
+    halves = suits and 1 < parts and parts * slices > sum(room // area for room in rooms)
+    staged = suits and parts == 1
+    stored = (parts - halves) * slices if parts > 1 else 0
+    held = min(stored, max(rooms) // area)
     scalars = (
-        *several_of(call), slices, held, call.heads, call.repeats, bias.shape[1], shared, parts, padded, call.len_q,
-        call.len_k, tiles * parts, scale, 1 / (scale * LOG2E.value),
+        *several_of(call), slices, held, in_lent, call.heads, call.repeats, bias.shape[1], shared, parts, padded,
+        call.len_q, call.len_k, tiles * parts, scale, 1 / (scale * LOG2E.value),
     )  # fmt: skip
     meta = {
-        "SHARED_HEADS": bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, 2 * n), "STAGED": staged,
-        "PAIRS": call.len_k % 2 == 0, "DLSE": dlse, "EARLY": True, "PIECES": pieces, "STAGES": 4 if pieces == 2 else 2,
-        "num_warps": 4, "launch_pdl": True,
+        "SHARED_HEADS": bias.shape[1] < call.heads, "SHARERS": units.sharers, "EVEN_N": call.even(call.len_k, 2 * n),
+        "PARTS": parts > 1, "HALVES": halves, "STAGED": staged, "PAIRS": call.len_k % 2 == 0, "DLSE": dlse,
+        "EARLY": True, "PIECES": pieces, "STAGES": 4 if pieces == 2 else 2, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     tile = (n, dim)
     blocks = {name: tile for name in ("Q", "K", "V", "Out", "DOut", "DQ")} | {"Lse": (n,), "Bias": (n, n)}
-    if staged:
+    if staged or halves:
         blocks["DBias"] = (n, n)
-    return Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts), held
+    if halves:
+        blocks["Low"] = (n, n)
+    launch = Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
+    return Rows(launch, held, stored - held, halves)
