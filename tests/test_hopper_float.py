@@ -17,10 +17,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-import test_hopper_shared as shared  # noqa: E402
+import gluon_python as shared  # noqa: E402
 import test_hopper_shared_lent as lent  # noqa: E402
+from gluon_python import Box  # noqa: E402
 from test_hopper_deep import Machine, play, register  # noqa: E402
-from test_hopper_shared import H100, Box, of_slices  # noqa: E402
+from test_hopper_shared import H100, of_slices  # noqa: E402
 
 from adatom.device import pretend  # noqa: E402
 from adatom.ops.attention import hopper_float_bias as bias_part  # noqa: E402

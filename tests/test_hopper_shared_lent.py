@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from gluon_python import Pointer, Whole, halves, python  # noqa: E402
 from test_hopper_deep import Machine  # noqa: E402
-from test_hopper_shared import H100, HALF, by_units, python  # noqa: E402
+from test_hopper_shared import H100, HALF, by_units  # noqa: E402
 
 from adatom.device import pretend  # noqa: E402
 from adatom.ops.attention import hopper_shared_bwd as bwd  # noqa: E402
@@ -116,6 +117,30 @@ def test_what_dk_and_dv_lend_is_stored_last():
             assert not in_halves or taken[2].storage_offset() % 4 == 0  # TMA
             seen["halves" if in_halves else "no halves"] += parts > 1
             seen["one part, not staged"] += parts == 1 and not plan.sums.meta["STAGED"]
+
+
+def test_parts_of_the_gradient_of_the_bias():
+    """Added in order, by shares, the last of which is not whole, wherever slices lie."""
+    names = python(Machine(0, 0), bwd, 1)
+    for parts, slices, area, consumers, shape in (
+        (1, 1, 1532, 396, (512, 3)), (2, 3, 6140, 14, (2048, 9)), (4, 1, 6140, 8, (1024, 6)),
+        (7, 2, 8188, 7, (2048, 8)),
+    ):  # fmt: skip
+        assert bwd._shares(area, slices, consumers) == shape
+        size, shares = shape
+        x = torch.randn(parts, slices, area) * 100
+        total = torch.zeros(x.shape[1:])
+        for part in x:
+            total += part
+        for in_halves in (False, True):
+            n = (parts - in_halves) * slices
+            for held in {0, min(1, n), max(n - 1, 0), n}:
+                first, others = x[: parts - in_halves].reshape(n, area).split((held, n - held))
+                got, low = halves(x[-1]) if in_halves else (torch.full(x.shape[1:], math.nan, dtype=HALF), first)
+                got, sums = got.clone(), (area, slices, parts, held, shares)
+                for share in range(shares):
+                    names["_add_share"](*map(Pointer, (first, others, low, got)), sums, Whole(share), size, in_halves)
+                assert torch.equal(got, total.to(HALF))
 
 
 def test_a_bias_with_padded_rows(cuda):
