@@ -168,8 +168,8 @@ mov.u32 $0, 0;""")
 
 @gluon.jit
 def wait_turn(turn, number):
-    """Of a single warp: wait until the number that `turn` points at is not below `number`. What TMA reads, stores
-    or adds afterwards comes after what those who passed the turn on had stored or added."""
+    """Of a warp, or of threads that meet afterwards: wait until what `turn` points at, for each, is not below `number`.
+    What TMA reads, stores or adds afterwards comes after what those who passed the turn on had stored or added."""
     gl.inline_asm_elementwise(_WAIT_TURN, "=r,l,r", [turn, number], dtype=gl.int32, is_pure=False, pack=1)
 
 

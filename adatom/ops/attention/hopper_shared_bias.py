@@ -18,6 +18,7 @@ import torch
 from triton.language.core import PropagateNan
 
 from adatom.ops.attention.hopper_shared_ends import NUMBERS
+from adatom.ops.attention.hopper_shared_lent import STRETCHES
 from adatom.ops.attention.hopper_sharers import (
     BLOCK,
     HALF,
@@ -374,7 +375,7 @@ def sums_launch(call: Call, bias: torch.Tensor, padded: int, room: int) -> tuple
     n, dim = BLOCK.value, DIM.value
     chain = -(-call.len_k // n)
     programs = call.device.sms // chain * chain
-    assert 0 < (programs + 1) * APART.value <= NUMBERS.value
+    assert 0 < (programs + 1) * APART.value <= NUMBERS.value - STRETCHES.value  # those count what dK and dV read
     slices, shared = sharing(call, bias)
     tiles, parts = shares_of_sum(call, bias, programs)
     assert parts == 1 or tiles * parts <= programs

@@ -14,9 +14,9 @@ gradient of the bias come first, from hopper_shared_rows.py, which writes E, too
 gradient while their first tiles come. Elsewhere dQ comes first, too, but this kernel does not wait for it: it begins on
 each multiprocessor that a program of that has left.
 
-What the kernels ahead work with, and most of E, lies at the ends of dK and dV (hopper_shared_lent.py). The producer
-waits until that is used up before it announces the tile behind one that is stored there; then only do consumers store
-it, when the lines that lie there have been read. Tiles are taken in order by programs that have begun, and wait for
+What the kernels ahead work with, and most of E, lies at the ends of dK and dV (hopper_shared_lent.py). A tile is stored
+when the producer has announced the next, and that waits until what the kernels ahead worked with there is used up; and
+when the lines of E that lie there have been read. Tiles are taken in order by programs that have begun, and wait for
 earlier ones only.
 """
 

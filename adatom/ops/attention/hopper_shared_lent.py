@@ -95,7 +95,7 @@ class Lent:
         """As many lines as can be lent; of each (batch, head) there are `padded`."""
         stretch = -(-units.n // STRETCHES.value)
         _, shared = sharing(call, bias)
-        first = torch.arange(units.n) // bias.shape[1] % units.groups * units.sharers
+        first = torch.arange(units.n, device="cpu") // bias.shape[1] % units.groups * units.sharers
         lines = (shared - first).clamp(max=units.sharers).split(stretch)
         starts = [0, *torch.stack([x.sum() for x in lines]).cumsum(0).tolist()]  # of stretches, in (batch, head)
         best = Lines(0, 0, starts[-1], padded, stretch, 0, 0)
@@ -115,7 +115,6 @@ class Lent:
 
 def _line_above(needs: list[int]) -> tuple[int, int]:
     """(steep, less): of those with min(s, steep s - less) >= needs[s] wherever needs[s] > 0, the least in all."""
-
     waits = [(s, need) for s, need in enumerate(needs) if need]
     lines = [(steep, min((steep * s - need for s, need in waits), default=0)) for steep in range(33)]
     return min(lines, key=lambda line: sum(max(0, min(s, line[0] * s - line[1])) for s in range(len(needs))))
@@ -125,7 +124,7 @@ def _stored_to(t: torch.Tensor, call: Call, bias: torch.Tensor, units: Units) ->
     """Where in t, of dK or dV, what each unit stores ends, in elements."""
     _, shared = sharing(call, bias)
     heads = bias.shape[1]
-    unit = torch.arange(units.n)
+    unit = torch.arange(units.n, device="cpu")
     block = unit // heads
     first = block // units.groups * call.repeats * (call.heads if heads < call.heads else 1)
     ends = torch.zeros_like(unit)
