@@ -416,7 +416,7 @@ class Launches(NamedTuple):
     sums: Launch
     lines: Lines
     lent: tuple[int, ...]  # numbers that dK and dV lend, if they can: for the ring, parts, lse and delta; if nothing is
-    # before, for parts in two tensors and the lower halves of the last, if there are several
+    # before, for parts in two tensors, if there are several, and for lower halves of the last, if it lies in halves
 
 
 def _launches(
