@@ -165,12 +165,12 @@ def _producer(Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_len
                 b, h = _sharer(first + c, batch, head, counts, SHARED_HEADS)
                 load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i * SHARERS + c))
                 load_tile(DOut, b, h, m0, 0, full.index(i), do_s.index(i * SHARERS + c))
+            if m0 == 0:
+                following = gl.atomic_add(Taken, 1, sem="relaxed")
             if FRESH:
                 if n == 0:
                     wait_for_previous(EARLY)
                     let_next(EARLY)  # which begins to read what was there before this kernel
-            if m0 == 0:
-                following = gl.atomic_add(Taken, 1, sem="relaxed")
             for c in gl.static_range(SHARERS):
                 if at < in_lent:
                     load_tile(E, 0, at + c, m0, 0, full.index(i), e_s.index(i * SHARERS + c))
@@ -262,12 +262,13 @@ def _consumer(DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, ba
     n = 0
     turn = 0
     if ADD > 0:  # while the first tiles are on their way
-        wait_for_previous(EARLY)
         share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
+        wait_for_previous(EARLY)
         added = 0
         while share < sums[4]:  # what nobody took: programs that have not begun may be waiting for a multiprocessor
+            following = gl.atomic_add(Taken + 1, 1, sem="relaxed")
             _add_share(Parts, Others, Low, DBias, sums, share, ADD, HALVES)
-            share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
+            share = following
             added += 1
         gl.barrier()
         gl.atomic_add(Taken + 2, added, sem="release")

@@ -1,11 +1,12 @@
 """Attention forward on Hopper (Gluon) to head_dim 32, where several (batch, head) share a full bias, as in triangle
 attention.
 
-Each of four consumer warpgroups owns 64 queries: two of them the same 128 of one sharer, the others those of the next,
-so that a tile of the bias is read once for two sharers, and one of keys and values for 128 queries. A producer warp
-brings them by TMA. To 512 keys the bias of 128 queries stays in shared memory while a program goes from two sharers to
-the next two. At head_dim 32 there is more to do for exponentials than for products: with four warps for a scheduler,
-some exponentiate while others wait for their products, without any order among them.
+Each of two consumers, of eight warps, owns the same 128 queries of a sharer of its own, so that a tile of the bias is
+read once for two sharers, and one of keys and values for 128 queries. A producer warp brings them by TMA. To 512 keys
+the bias of 128 queries stays in shared memory while a program goes from two sharers to the next two. At head_dim 32
+there is more to do for exponentials than for products: with four warps for a scheduler, some exponentiate while others
+wait for their products, without any order among them. Four consumers of four warps would have twice the code, which
+short kernels wait for.
 
 What is subtracted from all scores of a row is, in bfloat16, the largest bias of its first 64 keys, so that a bias is
 ready before its products are; in float16, their largest score. So nothing need be scaled anew: P of 16 bits and float32
@@ -17,7 +18,7 @@ numbers come from does not vary from run to run.
 import torch
 
 from adatom.ops.attention.hopper_shared_bias import DIM, widened
-from adatom.ops.attention.hopper_sharers import BLOCK, HALF, load_bias, several_of, sharer, sharing
+from adatom.ops.attention.hopper_sharers import BLOCK, HALF, several_of, sharer, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty_lse, empty_out
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles.hopper import (
@@ -47,6 +48,7 @@ SHARERS = gl.constexpr(2)  # that work beside each other
 Q_STAGES = gl.constexpr(2)
 ALL = gl.constexpr(8)  # named barrier of a program's consumers and its producer
 STORED = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # what TMA stores is in memory
+WARPS = gl.constexpr(8)  # of a consumer
 FLAG = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _SPILL = 272  # Triton 3.6: 60 to 184; 3.9: to 848
 
@@ -70,17 +72,25 @@ def _tile(t, counts, STAY: gl.constexpr):
 
 
 @gluon.jit
-def _unfit(flags, WARPS: gl.constexpr):
-    """1 if a consumer of this program met a row whose first keys were no measure for the others. All warps meet here.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+def _unfit(flags, N: gl.constexpr):
+    """1 if a consumer of this program met a row whose first keys were no measure for the others. All warps meet here,
+    N of them call."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [N], [0])
     gl.barrier()
     named_sync(ALL, 256 * SHARERS + 32)
     gl.barrier()
     some = flags.index(0).load(LAYOUT)
-    for c in gl.static_range(1, 2 * SHARERS):
+    for c in gl.static_range(1, SHARERS):
         some |= flags.index(c).load(LAYOUT)
     return gl.max(some, 0)
+
+
+@gluon.jit
+def _load_bias(Bias, several, piece, m0, n0, full, tile, counts):
+    """Begin to copy the bias of BLOCK queries and keys."""
+    bias_heads = counts[2]
+    bias_b, bias_h = several
+    load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, n0, full, tile)
 
 
 @gluon.jit
@@ -101,14 +111,14 @@ def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.cons
             if STAY > 0:
                 wait_empty(bias_empty, walk, 1)
                 for m in gl.static_range(STAY):
-                    load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s, m, counts)
+                    _load_bias(Bias, several, piece, m0, m * BLOCK, bias_full.index(0), bias_s.index(m), counts)
             for pair in range(pairs):
                 r = first + pair * SHARERS
                 i_q = slot(turn, Q_STAGES)
                 wait_empty(q_empty, turn, Q_STAGES)
-                for c in gl.static_range(SHARERS * 2):
-                    b, h = sharer(gl.minimum(r + c // 2, shared - 1), piece, counts, SHARED_HEADS)
-                    load_tile(Q, b, h, m0 + c % 2 * HALF, 0, q_full.index(i_q), q_s.index(i_q * (SHARERS * 2) + c))
+                for c in gl.static_range(SHARERS):
+                    b, h = sharer(gl.minimum(r + c, shared - 1), piece, counts, SHARED_HEADS)
+                    load_tile(Q, b, h, m0, 0, q_full.index(i_q), q_s.index(i_q * SHARERS + c))
                 for n0 in range(0, len_k, BLOCK):
                     i = slot(n, STAGES)
                     wait_empty(empty, n, STAGES)
@@ -117,7 +127,7 @@ def _producer(Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS: gl.cons
                         load_tile(K, b, h, n0, 0, full.index(i), k_s.index(i * SHARERS + c))
                         load_tile(V, b, h, n0, 0, full.index(i), v_s.index(i * SHARERS + c))
                     if STAY == 0:
-                        load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s, i, counts)
+                        _load_bias(Bias, several, piece, m0, n0, full.index(i), bias_s.index(i), counts)
                     n += 1
                 turn += 1
             walk += 1
@@ -134,7 +144,7 @@ def _leave(q_empty, turn):
 @gluon.jit
 def _sums(p):
     """By row, of what a thread holds."""
-    return gl.sum(gl.sum(p.reshape([HALF, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([BLOCK, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -159,7 +169,7 @@ def _write(Out, Lse, q, acc, l, m, r, row, piece, counts, SHARED_HEADS: gl.const
     fence_async_shared()
     b, h = sharer(gl.minimum(r, shared - 1), piece, counts, SHARED_HEADS)
     store_tile(Out, b, h, row, 0, q)
-    rows = row + gl.arange(0, HALF, l.type.layout)
+    rows = row + gl.arange(0, BLOCK, l.type.layout)
     lse = m + _approximately("lg2.approx.ftz.f32 $0, $1;", l) * LN2
     gl.store(Lse + (b.to(gl.int64) * heads + h) * len_q + rows, lse, mask=rows < len_q)
 
@@ -167,56 +177,56 @@ def _write(Out, Lse, q, acc, l, m, r, row, piece, counts, SHARED_HEADS: gl.const
 @gluon.jit
 def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEADS: gl.constexpr, EVEN_N: gl.constexpr,
               MOST: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):
-    """Computes HALF rows of out and lse of a sharer, tile after tile; once more with running maxima, if a row of the
+    """Computes BLOCK rows of out and lse of a sharer, tile after tile; once more with running maxima, if a row of the
     program wants it."""
     q_s, k_s, v_s, bias_s, flags = tiles
     q_full, q_empty, full, empty, bias_full, bias_empty = bars
     heads, repeats, bias_heads, shared, ranges, len_q, len_k, n_tiles = counts
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    zeros = gl.zeros([HALF, HALF], gl.float32, S)
+    zeros = gl.zeros([BLOCK, HALF], gl.float32, S)
     OF_SCORES: gl.constexpr = q_s.dtype == gl.float16
     LEAST: gl.constexpr = 0.5 if OF_SCORES else 1.0 / MOST
     unit = scale * LOG2E
     n = 0
     turn = 0
     walk = 0
-    unfit = gl.full([HALF], 0, gl.int32, ROWS)
+    unfit = gl.full([BLOCK], 0, gl.int32, ROWS)
     for EXACT in gl.static_range(2):
         if EXACT:
-            flags.index(C).store(gl.convert_layout(unfit, gl.BlockedLayout([1], [32], [4], [0])))
-            n_tiles *= _unfit(flags, 4)
+            flags.index(C).store(gl.convert_layout(unfit, gl.BlockedLayout([1], [32], [WARPS], [0])))
+            n_tiles *= _unfit(flags, WARPS)
             gl.inline_asm_elementwise(STORED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
             piece, m0, first, pairs = _tile(t, counts, STAY)
             if STAY > 0:
                 wait_full(bias_full, walk, 1)
-                largest = _measure(widened(bias_s.index(C % 2).slice(0, HALF, dim=1).load(S)))
+                largest = _measure(widened(bias_s.index(0).slice(0, HALF, dim=1).load(S)))
             for pair in range(pairs):
                 r = first + pair * SHARERS
                 i_q = slot(turn, Q_STAGES)
                 wait_full(q_full, turn, Q_STAGES)
-                q = q_s.index(i_q * (SHARERS * 2) + C)
+                q = q_s.index(i_q * SHARERS + C)
                 if EXACT or OF_SCORES:
-                    m = gl.full([HALF], float("-inf") if EXACT else 0.0, gl.float32, ROWS)
+                    m = gl.full([BLOCK], float("-inf") if EXACT else 0.0, gl.float32, ROWS)
                 elif STAY > 0:
                     m = largest
                 else:
                     wait_full(full, n, STAGES)
-                    tile = bias_s.index(slot(n, STAGES) * 2 + C % 2)
+                    tile = bias_s.index(slot(n, STAGES))
                     m = _measure(widened(tile.slice(0, HALF, dim=1).load(S)))
                 base = m * LOG2E
                 l = _sums(zeros)
-                acc = gl.zeros([HALF, DIM], gl.float32, O)
+                acc = gl.zeros([BLOCK, DIM], gl.float32, O)
                 for n0 in range(0, len_k, BLOCK):
                     i = slot(n, STAGES)
                     wait_full(full, n, STAGES)
-                    tile = bias_s.index((n0 // BLOCK if STAY > 0 else i) * 2 + C % 2)
+                    tile = bias_s.index(n0 // BLOCK if STAY > 0 else i)
                     for part in gl.static_range(2):
-                        k = k_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
-                        v = v_s.index(i * SHARERS + C // 2).slice(part * HALF, HALF, dim=0)
+                        k = k_s.index(i * SHARERS + C).slice(part * HALF, HALF, dim=0)
+                        v = v_s.index(i * SHARERS + C).slice(part * HALF, HALF, dim=0)
                         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
                         bias = widened(tile.slice(part * HALF, HALF, dim=1).load(S))
                         if not EXACT:
@@ -260,7 +270,7 @@ def _consumer(Out, Lse, tiles, bars, counts, scale, C: gl.constexpr, SHARED_HEAD
                 l = gl.convert_layout(gl.sum(l, 1), ROWS)
                 if not EXACT:
                     unfit |= gl.where((l >= LEAST) & (l < MOST), 0, 1)
-                _write(Out, Lse, q, acc, l, m, r + C // 2, m0 + C % 2 * HALF, piece, counts, SHARED_HEADS, O)
+                _write(Out, Lse, q, acc, l, m, r + C, m0, piece, counts, SHARED_HEADS, O)
                 if STAY == 0:
                     _leave(q_empty, turn)
                 turn += 1
@@ -283,17 +293,17 @@ def _fwd_kernel(Q, K, V, Bias, Out, Lse, bias_b, bias_h, heads, repeats, bias_he
     ranges; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions. STAY: so many
     tiles of 128 keys of the bias, all of them, stay in shared memory for a range.
     """
-    q_s = make_tiles(Q, Q_STAGES * SHARERS * 2)
+    q_s = make_tiles(Q, Q_STAGES * SHARERS)
     k_s = make_tiles(K, STAGES * SHARERS)
     v_s = make_tiles(V, STAGES * SHARERS)
-    bias_s = make_tiles(Bias, (STAY if STAY > 0 else STAGES) * 2)
-    flags = gl.allocate_shared_memory(gl.int32, [2 * SHARERS, HALF], FLAG)
-    q_full = make_barriers(Q_STAGES, 2 * SHARERS)
-    q_empty = make_barriers(Q_STAGES, 2 * SHARERS)
-    full = make_barriers(STAGES, 2 * SHARERS + (0 if STAY > 0 else 2))
-    empty = make_barriers(STAGES, 2 * SHARERS)
-    bias_full = make_barriers(1, max(2 * STAY, 1))
-    bias_empty = make_barriers(1, 2 * SHARERS)
+    bias_s = make_tiles(Bias, STAY if STAY > 0 else STAGES)
+    flags = gl.allocate_shared_memory(gl.int32, [SHARERS, BLOCK], FLAG)
+    q_full = make_barriers(Q_STAGES, SHARERS)
+    q_empty = make_barriers(Q_STAGES, SHARERS)
+    full = make_barriers(STAGES, 2 * SHARERS + (0 if STAY > 0 else 1))
+    empty = make_barriers(STAGES, SHARERS)
+    bias_full = make_barriers(1, max(STAY, 1))
+    bias_empty = make_barriers(1, SHARERS)
     fence_async_shared()
     let_next(EARLY)
     wait_for_previous(EARLY)
@@ -304,10 +314,8 @@ def _fwd_kernel(Q, K, V, Bias, Out, Lse, bias_b, bias_h, heads, repeats, bias_he
     gl.warp_specialize([
         (_consumer, (Out, Lse, tiles, bars, counts, scale, 0, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
         (_consumer, (Out, Lse, tiles, bars, counts, scale, 1, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
-        (_consumer, (Out, Lse, tiles, bars, counts, scale, 2, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
-        (_consumer, (Out, Lse, tiles, bars, counts, scale, 3, SHARED_HEADS, EVEN_N, MOST, STAY, STAGES)),
         (_producer, (Q, K, V, Bias, several, tiles, bars, counts, SHARED_HEADS, STAY, STAGES)),
-    ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
+    ], [WARPS, 1], [REGISTERS, 24])
 
 
 def _buffers(call: Call) -> tuple[int, int]:
@@ -335,9 +343,9 @@ def _launch(x: Inputs, o: Options) -> Launch:
     meta = {
         "SHARED_HEADS": x.bias.shape[1] < call.heads, "EVEN_N": call.even(call.len_k, n),
         "MOST": 2.0 ** (15 if x.q.dtype == torch.float16 else 100), "STAY": stay, "STAGES": stages, "EARLY": True,
-        "REGISTERS": 112, "num_warps": 4, "launch_pdl": True,
+        "REGISTERS": 112, "num_warps": WARPS.value, "launch_pdl": True,
     }  # fmt: skip
-    blocks = {"Q": (n // 2, dim), "K": (n, dim), "V": (n, dim), "Bias": (n // 2, n), "Out": (n // 2, dim)}
+    blocks = {"Q": (n, dim), "K": (n, dim), "V": (n, dim), "Bias": (n, n), "Out": (n, dim)}
     programs = min(n_tiles, call.device.sms)
     return Launch(_fwd_kernel, programs, scalars, meta, _SPILL, blocks)
 

@@ -56,34 +56,52 @@ def _tile(t, slices, counts):
 
 
 @gluon.jit
+def _load_bias(Bias, several, piece, m0, bias_full, bias_s, counts, PIECES: gl.constexpr):
+    """Begin to copy the bias of a tile."""
+    bias_heads = counts[2]
+    bias_b, bias_h = several
+    for c in gl.static_range(2 * PIECES):
+        load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, c * HALF, bias_full.index(0),
+                  bias_s.index(c))
+
+
+@gluon.jit
+def _load_sharer(Q, K, V, Out, DOut, Lse, i, r, piece, m0, full, tiles, counts, SHARED_HEADS: gl.constexpr,
+                 PIECES: gl.constexpr):
+    """Begin to copy what belongs to a sharer."""
+    q_s, k_s, v_s, o_s, do_s, lse_s, _, _, _ = tiles
+    b, h = sharer(r, piece, counts, SHARED_HEADS)
+    heads, len_q = counts[0], counts[6]
+    load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i))
+    for c in gl.static_range(2 * PIECES):
+        load_tile(K, b, h, c * HALF, 0, full.index(i), k_s.index(i * (2 * PIECES) + c))
+    load_tile_and_numbers(DOut, b, h, m0, Lse, (b * heads + h) * len_q + m0, full.index(i), do_s.index(i),
+                          lse_s.index(i))
+    load_tile(Out, b, h, m0, 0, full.index(i), o_s.index(i))
+    for c in gl.static_range(2 * PIECES):
+        load_tile(V, b, h, c * HALF, 0, full.index(i), v_s.index(i * (2 * PIECES) + c))
+
+
+@gluon.jit
 def _producer(Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS: gl.constexpr,
               EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
-    """Keeps the rings full. That of program 0 clears Taken, and then only may the next kernel begin, which takes a tile
-    before it waits for this one."""
+    """Keeps the rings full, from their second places on. That of program 0 clears Taken, and then only may the next
+    kernel begin, which takes a tile before it waits for this one."""
     q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, _, _ = tiles
     full, empty, bias_full, bias_empty, _, _ = bars
     heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles = counts
-    bias_b, bias_h = several
     n = 0
     turn = 0
     for t in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         piece, part, m0 = _tile(t, slices, counts)
-        wait_empty(bias_empty, turn, 1)
-        for c in gl.static_range(2 * PIECES):
-            load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, c * HALF,
-                      bias_full.index(0), bias_s.index(c))
+        if turn > 0:
+            wait_empty(bias_empty, turn, 1)
+            _load_bias(Bias, several, piece, m0, bias_full, bias_s, counts, PIECES)
         for r in range(part, shared, parts):
-            b, h = sharer(r, piece, counts, SHARED_HEADS)
-            i = slot(n, STAGES)
-            wait_empty(empty, n, STAGES)
-            load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i))
-            for c in gl.static_range(2 * PIECES):
-                load_tile(K, b, h, c * HALF, 0, full.index(i), k_s.index(i * (2 * PIECES) + c))
-            load_tile_and_numbers(DOut, b, h, m0, Lse, (b * heads + h) * len_q + m0, full.index(i), do_s.index(i),
-                                  lse_s.index(i))
-            load_tile(Out, b, h, m0, 0, full.index(i), o_s.index(i))
-            for c in gl.static_range(2 * PIECES):
-                load_tile(V, b, h, c * HALF, 0, full.index(i), v_s.index(i * (2 * PIECES) + c))
+            if n > 0:
+                wait_empty(empty, n, STAGES)
+                _load_sharer(Q, K, V, Out, DOut, Lse, slot(n, STAGES), r, piece, m0, full, tiles, counts, SHARED_HEADS,
+                             PIECES)
             n += 1
         turn += 1
     if gl.program_id(0) == 0:
@@ -351,6 +369,9 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Rest, Taken, DQ, DBias,
     bars = (full, empty, bias_full, bias_empty, dq_full, dq_empty)
     counts = (heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
+    piece, part, m0 = _tile(gl.program_id(0), slices, counts)  # first, ahead of the producer, whose code is to come yet
+    _load_bias(Bias, several, piece, m0, bias_full, bias_s, counts, PIECES)
+    _load_sharer(Q, K, V, Out, DOut, Lse, 0, part, piece, m0, full, tiles, counts, SHARED_HEADS, PIECES)
     gl.warp_specialize([
         (_consumer, (DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale,
                      inverse, 0, SHARED_HEADS, SHARERS, EVEN_N, PARTS, HALVES, STAGED, PAIRS, DLSE, PIECES, STAGES)),
