@@ -50,28 +50,28 @@ def forward(x: Any, o: Any, programs: int, stays: bool = False) -> tuple[torch.T
     stay, ranges = (-(-len_k // 128), 2) if stays else (0, -(-sharing // n))
     counts = (heads, repeats, bias_heads, sharing, ranges, len_q, len_k, -(-len_q // 128) * slices * ranges)
     some = bias_heads < heads
-    boxes = Box(x.q, 64, 32), Box(x.k, 128, 32), Box(x.v, 128, 32), Box(x.bias, 64, 128)
+    boxes = Box(x.q, 128, 32), Box(x.k, 128, 32), Box(x.v, 128, 32), Box(x.bias, 128, 128)
 
     again = []
 
     def roles(machine: Machine) -> dict[str, tuple[Any, ...]]:
         ring, stages, turns = machine.barriers, 3, fwd.Q_STAGES.value
-        flags = shared(torch.int64, 2 * n, 64)
+        flags = shared(torch.int64, n, 128)
         again.append(flags.x)
-        machine.all = threading.Barrier(2 * n + 1)  # type: ignore[attr-defined]
+        machine.all = threading.Barrier(n + 1)  # type: ignore[attr-defined]
         tiles = (
-            shared(HALF, turns * 2 * n, 64, 32), shared(HALF, stages * n, 128, 32), shared(HALF, stages * n, 128, 32),
-            shared(HALF, (stay or stages) * 2, 64, 128), flags,
+            shared(HALF, turns * n, 128, 32), shared(HALF, stages * n, 128, 32), shared(HALF, stages * n, 128, 32),
+            shared(HALF, stay or stages, 128, 128), flags,
         )  # fmt: skip
         bars = (
-            ring(turns, 2 * n), ring(turns, 2 * n), ring(stages, 2 * n + (0 if stay else 2)), ring(stages, 2 * n),
-            ring(1, 2 * stay), ring(1, 2 * n),
+            ring(turns, n), ring(turns, n), ring(stages, 2 * n + (0 if stay else 1)), ring(stages, n),
+            ring(1, stay), ring(1, n),
         )  # fmt: skip
         even, most = len_k % 128 == 0, 2.0 ** (15 if HALF == torch.float16 else 100)
         options = (tiles, bars, counts)
         return {"_producer": (*boxes, several, *options, some, stay, stages)} | {
-            f"_consumer {c}": (Box(out, 64, 32), Pointer(lse), *options, o.scale, c, some, even, most, stay, stages)
-            for c in range(2 * n)
+            f"_consumer {c}": (Box(out, 128, 32), Pointer(lse), *options, o.scale, c, some, even, most, stay, stages)
+            for c in range(n)
         }
 
     run(fwd, programs, roles)
@@ -277,6 +277,10 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
         given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 64), Pointer(taken), several)
         options = (tiles, bars, slices, counts)
         even = len_k % (128 * n) == 0
+        names = machine.python()  # what the kernel asks for ahead of its producer
+        piece, part, m0 = names["_tile"](machine.pid, slices, counts)
+        names["_load_bias"](given[6], several, piece, m0, bars[2], tiles[6], counts, n)
+        names["_load_sharer"](*given[:6], 0, part, piece, m0, bars[0], tiles, counts, some, n)
         return {"_producer": (*given, *options, some, True, n, stages)} | {
             f"_consumer {c}": (
                 None, *places, into[0], first, others, into[1], Box(dq, 64, 32), tiles, bars, slices, held, in_lent,
