@@ -64,18 +64,6 @@ class Box(Tensor4):
         return super().box(at, like)
 
 
-class Late(Box):
-    """One that nothing may be stored in before it is free."""
-
-    def __init__(self, x: torch.Tensor, rows: int, columns: int, free: Any) -> None:
-        super().__init__(x, rows, columns)
-        self.free = free
-
-    def box(self, at: list[int], like: Shared) -> tuple[torch.Tensor, tuple[slice, ...]]:
-        assert self.free()
-        return super().box(at, like)
-
-
 class Slow(Box):
     """One whose first line is read late by whoever comes first, when others could long have stored something there."""
 
@@ -130,6 +118,9 @@ class Whole(int):
 
     def __sub__(self, other: int) -> Whole:
         return Whole(int(self) - other)
+
+    def __floordiv__(self, other: int) -> Whole:
+        return Whole(int(self) // other)
 
     def __mod__(self, other: int) -> Whole:
         return Whole(int(self) % other)
@@ -195,13 +186,33 @@ def run(module: ModuleType, programs: int, roles: Any, together: bool = False) -
             pass
 
 
-def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    return ((high.view(torch.int16).int() << 16) | (low.view(torch.int16).int() & 65535)).view(F32)
+def _held(width: int) -> torch.Tensor:
+    """Where number (row, column) of a tile of 64 rows lies: 64 columns after the other, as a warpgroup's threads hold
+    them."""
+    row, column = torch.arange(64)[:, None], torch.arange(width)[None, :]
+    block, column = column // 64, column % 64
+    line = row // 16 * 8 + column // 8
+    return block * 4096 + line * 128 + row % 8 * 16 + column % 8 // 2 * 4 + row % 16 // 8 * 2 + column % 2
 
 
-def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = x.view(torch.int16).unflatten(-1, (-1, 2))
-    return bits[..., 1].view(HALF), bits[..., 0].view(HALF)
+def parts_of(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Parts (parts, ..., len_q, len_k) of sums as kernels hand them on: (parts, tiles of 64 rows, 64 * width)."""
+    len_q, len_k = x.shape[-2:]
+    x = x.flatten(1, -3)
+    padded = torch.full((*x.shape[:2], -(-len_q // 128) * 128, width), math.nan)
+    padded[..., :len_q, :len_k] = x
+    tiles = padded.view(len(x), -1, 64 * width)
+    out = torch.empty_like(tiles)
+    out[..., _held(width).view(-1)] = tiles
+    return out
+
+
+def sum_of_parts(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What parts (parts, tiles of 64 rows, ...) add up to, of that shape, in float64."""
+    tiles = parts.flatten(2).double().sum(0)
+    width = tiles.shape[1] // 64
+    rows = tiles[:, _held(width).view(-1)].view(shape[0] * shape[1], -1, width)
+    return rows[:, : shape[2], : shape[3]].reshape(shape)
 
 
 def wait_read(counts: Pointer, stretches: int, tiles: int) -> None:

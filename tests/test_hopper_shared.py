@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import gluon_python as machines  # noqa: E402
-from gluon_python import Box, Pointer, Whole, halves, python, run, shared, wait_turn  # noqa: E402
+from gluon_python import Box, Pointer, Whole, run, shared, wait_turn  # noqa: E402
 from test_hopper_deep import Machine  # noqa: E402
 
 from adatom.device import Device, pretend  # noqa: E402
@@ -99,8 +98,8 @@ def by_units(x: Any, units: Any) -> list[list[int]]:
 def backward(
     x: Any, o: Any, dout: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int
 ):
-    """dq, dk, dv, dbias. n: sharers beside each other. The kernel of dk and dv adds parts, too, which lie where it
-    writes these, as lines of E do: one program after the other, or all at once, where some lines are read late."""
+    """dq, dk, dv, dbias. n: sharers beside each other. The kernel of dk and dv adds parts, too; lines of E lie where it
+    writes: one program after the other, or all at once, where some lines are read late."""
     batch, heads, len_q, dim = x.q.shape
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
@@ -118,19 +117,14 @@ def backward(
             x32 = x32 - e[:, :, column].float()
     by_unit = e[sum(by_units(x, units), [])]
 
-    area, n_n = len_q * len_k, -(-len_k // 64)
-    to_add = torch.randn(parts, *x.bias.shape)
-    add, shares = bwd._shares(area, slices, programs * n)
+    n_n = -(-len_k // 64)
+    to_add, width = torch.randn(parts, *x.bias.shape), -(-len_k // 128) * 128
+    in_parts = machines.parts_of(to_add, width)
+    add, shares = bwd._shares(padded // 64 * slices, width, programs * n)
     stages, turns = bwd.CONFIGS[n][0], bwd.KV_STAGES.value
     given = (x.q, x.k, x.v, dout)
-    add_share = python(Machine(0, 0), bwd, 1)["_add_share"]
-
-    def slowly(*args: Any) -> None:
-        time.sleep(0.2 * (args[5] == shares - 1))
-        add_share(*args)
 
     def keys(at_once: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """All programs at once, and one of the parts in halves; or neither."""
         dk, dv = torch.full_like(x.k, math.nan), torch.full_like(x.v, math.nan)
         lent = bwd.Lent(dk, dv)
         with pretend(H100):
@@ -139,20 +133,10 @@ def backward(
         rest.copy_(by_unit[plan.held :])
         if plan.held:
             there.copy_(by_unit[: plan.held])
-        in_whole = parts - at_once
-        held = min(in_whole * slices, max(lent.rooms()) // area)
-        sizes = held * area, (in_whole * slices - held) * area
-        first_parts, other_parts = (lent.take(n) for n in sizes)
-        for taken, part in zip((first_parts, other_parts), to_add[:in_whole].view(-1).split(sizes)):
-            taken.copy_(part)
-        total, low = torch.full(x.bias.shape, math.nan, dtype=HALF), first_parts
-        if at_once:
-            low = lent.take(slices * area // 2 + 1).view(HALF)[: slices * area].view(x.bias.shape)
-            for into, half in zip((total, low), halves(to_add[-1])):
-                into.copy_(half)
-        sums = (area, slices, parts, held, shares)
+        total = torch.full(x.bias.shape, math.nan, dtype=HALF)
+        sums = (parts, padded // 64, width, padded // 64 * slices * width // 64, shares)
         taken = Pointer(torch.zeros(whole.COUNTERS.value, dtype=torch.int64))
-        to = *map(Pointer, (first_parts, other_parts, low, total)), taken
+        to = Pointer(in_parts), Pointer(total), taken
         stretch = plan.stretch * n_n
         stretches, late = (stretch, plan.steep, plan.less), [3.0] * (at_once and plan.steep > 0)
 
@@ -168,18 +152,19 @@ def backward(
             tiles[5].x[0, :, :3] = tiles[5].x[1, :, 3:] = -1
             bars = ring(stages, 1 + 3 * n), ring(stages, n), ring(turns, 2 * n), ring(turns, n)
             boxes = [Box(t, m, 32) for t, m in zip(given, (128, 64, 64, 128))]
-            machine.others = {"wait_turn": wait_turn, "_add_share": slowly}  # type: ignore[attr-defined]
-            options = (some, n, stages, 128, add)
-            stored = [machines.Late(t, 64, 32, lambda: int(taken.x[2]) == shares) for t in (dk, dv)]
+            machine.others = {"wait_turn": wait_turn}  # type: ignore[attr-defined]
+            options = (some, n, stages, 128)
+            stored = [Box(t, 64, 32) for t in (dk, dv)]
             places = machines.Slow(there.view(HALF), 128, 16, late), Box(rest.view(HALF), 128, 16)
             return {
                 "_producer": (
-                    *boxes, *places, Box(x.bias, 128, 64), taken, several, shares, 0, plan.held, stretches, tiles, bars,
-                    counts, *options, True, True,
+                    *boxes, *places, Box(x.bias, 128, 64), taken, several, 0, plan.held, stretches, tiles, bars, counts,
+                    *options, True, True,
                 )
             } | {
                 f"_consumer {c}": (
-                    *stored, *to, sums, stretch, tiles, bars, counts, o.scale, c, *options, at_once, True, True
+                    *stored, *to, sums, stretch, tiles, bars, counts, o.scale, c, *options, add, len_k % 2 == 0, True,
+                    True,
                 )
                 for c in range(n)
             }  # fmt: skip
@@ -242,22 +227,20 @@ def backward(
 
 
 def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, programs: int, parts: int, n: int):
-    """dq, dbias, and lse and delta in E, of the kernel whose programs take all of 128 n keys; of the last of several
-    parts in halves, if TMA can store them."""
+    """dq, dbias, and lse and delta in E, of the kernel whose programs take all of 128 n keys."""
     heads, len_q = x.q.shape[1:3]
     len_k = x.k.shape[2]
     repeats, bias_heads, slices, sharing, several = of_slices(x)
     some, padded = bias_heads < heads, -(-len_q // 128) * 128
     dq = torch.full_like(x.q, math.nan)
-    staged, sharers, in_halves = parts == 1, parts + 1, parts > 1 and len_k % 16 == 0
+    staged, sharers = parts == 1, parts + 1
     taken = torch.full((whole.COUNTERS.value,), 7)
-    dbias, low = (torch.full(x.bias.shape, math.nan, dtype=HALF) for _ in range(2))
+    dbias = torch.full(x.bias.shape, math.nan, dtype=HALF)
     lines = torch.full((x.q.shape[0] * heads * padded, 2), math.nan)
     counts = (heads, repeats, bias_heads, sharing, parts, padded, len_q, len_k, padded // 64 * slices * parts)
-    in_parts = torch.full(((parts - in_halves) * slices * (parts > 1), len_q, len_k), math.nan)
-    held, in_lent = max(len(in_parts) - 1, 0), min(slices * sharers, len(lines) // padded - 1)
-    first, others = map(Pointer, (in_parts[:held], in_parts[held:]))  # two places
-    into: Any = [Box(t, 64, 64) if staged or in_halves else Pointer(t) for t in (dbias, low)]
+    in_parts = torch.full((parts if parts > 1 else 0, padded // 64 * slices, 2 * n, 64 * 64), math.nan)
+    in_lent = min(slices * sharers, len(lines) // padded - 1)
+    into: Any = Box(dbias, 64, 64) if staged else Pointer(dbias)
     places = [Pointer(t) for t in lines.split((in_lent * padded, len(lines) - in_lent * padded))]
     boxes = [Box(t, 64, 32) for t in (x.q, x.k, x.v, out.to(HALF), dout)]
 
@@ -283,16 +266,15 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
         names["_load_sharer"](*given[:6], 0, part, piece, m0, bars[0], tiles, counts, some, n)
         return {"_producer": (*given, *options, some, True, n, stages)} | {
             f"_consumer {c}": (
-                None, *places, into[0], first, others, into[1], Box(dq, 64, 32), tiles, bars, slices, held, in_lent,
-                counts, o.scale, 1.0, c, some, sharers, even, parts > 1, in_halves, staged, True, False, n, stages,
+                None, *places, into, Pointer(in_parts), Box(dq, 64, 32), tiles, bars, slices, in_lent, counts, o.scale,
+                1.0, c, some, sharers, even, parts > 1, staged, True, False, n, stages,
             )
             for c in range(2)
         }  # fmt: skip
 
     run(whole, programs, roles)
     assert not taken.any()
-    total = machines.joined(dbias, low).double() if in_halves else dbias.double() if staged else 0
-    total = total + in_parts.view(-1, *x.bias.shape).double().sum(0)
+    total = dbias.double() if staged else machines.sum_of_parts(in_parts, x.bias.shape)
     found = torch.full((x.q.shape[0] * heads, padded, 2), math.nan)
     groups = -(-sharing // sharers)
     found[sum(by_units(x, borrowed.Units(slices * groups, groups, sharers)), [])] = lines.view(found.shape)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from gluon_python import Pointer, Whole, halves, python  # noqa: E402
+from gluon_python import Pointer, Whole, parts_of, python  # noqa: E402
 from test_hopper_deep import Machine  # noqa: E402
 from test_hopper_shared import H100, HALF, by_units  # noqa: E402
 
@@ -36,7 +36,7 @@ def test_what_dk_and_dv_lend_is_stored_last():
     overlap, and every call takes what was planned."""
     choose, tile_of = random.Random(0), python(Machine(0, 0), bwd, 1)["_tile"]
     kinds = "whole", "longer", "some wait", "no room", "one part, not staged", "lines in dk", "in dv", "nowhere"
-    seen = dict.fromkeys((*kinds, "halves", "no halves"), 0)
+    seen = dict.fromkeys(kinds, 0)
     while min(seen.values()) < 6:
         batch, heads = choose.choice((8, 9, 16, 24, 33, 64, 128)), choose.choice((1, 2, 4, 8, 16))
         len_q, len_k = (
@@ -60,7 +60,7 @@ def test_what_dk_and_dv_lend_is_stored_last():
                 plan = bwd._launches(x, o, out, out, False, planned)
         names = plan.keys.kernel.arg_names
         given = dict(zip(names[names.index("bias_b") :], plan.keys.scalars))
-        slices, sharers, lines = math.prod(shape), plan.keys.meta["SHARERS"], plan.lines
+        sharers, lines = plan.keys.meta["SHARERS"], plan.lines
         n_n, padded = -(-len_k // 64), given["padded"]
         with pretend(H100):
             units = by_units(x, bwd.units_of(Call(x, o), x.bias))
@@ -106,42 +106,31 @@ def test_what_dk_and_dv_lend_is_stored_last():
         seen["longer" if plan.before else "whole"] += 1
         seen["nowhere" if not lines.held else "lines in dk" if lends is dk else "in dv"] += 1
         if plan.before is None:
-            names = plan.sums.kernel.arg_names
-            held = dict(zip(names[names.index("bias_b") :], plan.sums.scalars))["held"]
-            parts, area, in_halves = plan.sums.parts, len_q * len_k, plan.sums.meta["HALVES"]
-            assert held == given["held"] and in_halves == plan.keys.meta["HALVES"] <= (len_k % 8 == 0)
-            assert plan.lent == (
-                (held * area, ((parts - in_halves) * slices - held) * area, in_halves * slices * area // 2)
-                if parts > 1
-                else ()
-            )
-            assert not in_halves or taken[2].storage_offset() % 4 == 0  # TMA
-            seen["halves" if in_halves else "no halves"] += parts > 1
-            seen["one part, not staged"] += parts == 1 and not plan.sums.meta["STAGED"]
+            assert plan.lent == () and (plan.parts > 0) == (plan.sums.parts > 1)
+            assert plan.parts == plan.sums.parts * given["blocks"] * 64 * 64 <= H100.sms * 64 * 384
+            assert given["shares"] * plan.keys.meta["ADD"] == given["blocks"] * 64
+            seen["one part, not staged"] += plan.sums.parts == 1 and not plan.sums.meta["STAGED"]
 
 
 def test_parts_of_the_gradient_of_the_bias():
-    """Added in order, by shares, the last of which is not whole, wherever slices lie."""
+    """Added in order, by shares, wherever lengths end."""
     names = python(Machine(0, 0), bwd, 1)
-    for parts, slices, area, consumers, shape in (
-        (1, 1, 1532, 396, (512, 3)), (2, 3, 6140, 14, (2048, 9)), (4, 1, 6140, 8, (1024, 6)),
-        (7, 2, 8188, 7, (2048, 8)),
+    for parts, slices, len_q, len_k, consumers, shape in (
+        (1, 1, 64, 256, 396, (8, 64)), (2, 3, 100, 250, 30, (32, 48)), (4, 1, 130, 261, 60, (32, 48)),
+        (7, 2, 60, 384, 100, (16, 96)),
     ):  # fmt: skip
-        assert bwd._shares(area, slices, consumers) == shape
-        size, shares = shape
-        x = torch.randn(parts, slices, area) * 100
+        n_m, width = -(-len_q // 128) * 2, 256 if len_k <= 256 else 384
+        assert bwd._shares(slices * n_m, width, consumers) == shape
+        columns, shares = shape
+        x = torch.randn(parts, slices, len_q, len_k) * 100
         total = torch.zeros(x.shape[1:])
         for part in x:
             total += part
-        for in_halves in (False, True):
-            n = (parts - in_halves) * slices
-            for held in {0, min(1, n), max(n - 1, 0), n}:
-                first, others = x[: parts - in_halves].reshape(n, area).split((held, n - held))
-                got, low = halves(x[-1]) if in_halves else (torch.full(x.shape[1:], math.nan, dtype=HALF), first)
-                got, sums = got.clone(), (area, slices, parts, held, shares)
-                for share in range(shares):
-                    names["_add_share"](*map(Pointer, (first, others, low, got)), sums, Whole(share), size, in_halves)
-                assert torch.equal(got, total.to(HALF))
+        given, got = parts_of(x, width), torch.full(x.shape[1:], math.nan, dtype=HALF)
+        sums = (parts, n_m, width, given[0].numel() // 4096, shares)
+        for share in range(shares):
+            names["_add_share"](Pointer(given), Pointer(got), sums, Whole(share), len_q, len_k, columns, len_k % 2 == 0)
+        assert torch.equal(got, total.to(HALF))
 
 
 def test_a_bias_with_padded_rows(cuda):

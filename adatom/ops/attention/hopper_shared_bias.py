@@ -126,17 +126,31 @@ def _probabilities(s, bias, lse, unit, EVEN_N: gl.constexpr):
 
 
 @gluon.jit
-def _in_rows(x):
-    """A consumer's [64, 32] accumulator as [16, 128], where a thread holds 16 bytes in a row and a warp 512, so that
-    nothing moves between threads."""
-    return x.reshape([4, 2, 8, DIM // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([DIM // 2, 128])
+def in_rows(x):
+    """A warpgroup's accumulator [64, N] as [N / 2, 128], the rows of a warp together: a thread holds 16 bytes in a row
+    and a warp all 512 of it, so that nothing moves between threads."""
+    BLOCKS: gl.constexpr = x.shape[1] // 8
+    return x.reshape([4, 2, 8, BLOCKS, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([4 * BLOCKS, 128])
 
 
 @gluon.jit
-def _in_lines(x):
-    """What `_in_rows` made, as it was."""
-    x = x.reshape([4, DIM // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, DIM])
-    return gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), assert_trivial=True)
+def in_lines(x):
+    """What `in_rows` made, as it was."""
+    BLOCKS: gl.constexpr = x.shape[0] // 4
+    LINES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8 * BLOCKS, 16])
+    x = x.reshape([4, BLOCKS, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([HALF, 8 * BLOCKS])
+    return gl.convert_layout(x, LINES, assert_trivial=True)
+
+
+@gluon.jit
+def store_sum(DBias, piece, m0, n0, x, len_q, len_k, PAIRS: gl.constexpr):
+    """Write an accumulator, in DBias' type, to (m0, n0) of a slice, what exists of it. PAIRS: len_k is even."""
+    LAYOUT: gl.constexpr = x.type.layout
+    width = len_k // 2 * 2 if PAIRS else len_k  # as the compiler may know: it writes pairs
+    rows = m0 + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = n0 + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    at = DBias + piece.to(gl.int64) * (len_q * width) + rows * width + columns
+    gl.store(at, x.to(DBias.dtype.element_ty), mask=(rows < len_q) & (columns < width))
 
 
 @gluon.jit
@@ -279,12 +293,12 @@ def _consumer(DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, sca
             release(empty, n, STAGES)
             handed = dq_s.index(slot(n, DQ_STAGES)).slice(C * (DIM // 2), DIM // 2, dim=0)
             wait_full(dq_full, n, DQ_STAGES)
-            x = _in_rows(dq)
+            x = in_rows(dq)
             before = handed.load(x.type.layout)
             x += gl.where(n0 > 0, before, 0.0)
             handed.store(x)
             wait_empty(out_empty, n, 1)
-            out_s.index(C).store((_in_lines(x) * scale).to(out_s.dtype))  # the last one's are dQ
+            out_s.index(C).store((in_lines(x) * scale).to(out_s.dtype))  # the last one's are dQ
             fence_async_shared()
             release(dq_done, n, DQ_STAGES)
             n += 1

@@ -14,10 +14,10 @@ gradient of the bias come first, from hopper_shared_rows.py, which writes E, too
 gradient while their first tiles come. Elsewhere dQ comes first, too, but this kernel does not wait for it: it begins on
 each multiprocessor that a program of that has left.
 
-What the kernels ahead work with, and most of E, lies at the ends of dK and dV (hopper_shared_lent.py). A tile is stored
-when the producer has announced the next, and that waits until what the kernels ahead worked with there is used up; and
-when the lines of E that lie there have been read. Tiles are taken in order by programs that have begun, and wait for
-earlier ones only.
+Most of E lies at the ends of dK and dV (hopper_shared_lent.py), and beyond 384 keys what the kernels ahead work with,
+too. A tile is stored when the producer has announced the next, and that waits until what the kernels ahead worked with
+there is used up; and when the lines of E that lie there have been read. Tiles are taken in order by programs that have
+begun, and wait for earlier ones only.
 """
 
 from typing import NamedTuple
@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 
 from adatom.ops.attention.hopper_bwd_feed import number_of
-from adatom.ops.attention.hopper_shared_bias import DIM, sums_launch, widened
+from adatom.ops.attention.hopper_shared_bias import DIM, in_lines, store_sum, sums_launch, widened
 from adatom.ops.attention.hopper_shared_ends import NUMBERS, ahead, divisor
 from adatom.ops.attention.hopper_shared_lent import STRETCHES, Lent, Lines, units_of
 from adatom.ops.attention.hopper_shared_rows import COUNTERS, rows_launch
-from adatom.ops.attention.hopper_sharers import place_of, several_of, sharing
+from adatom.ops.attention.hopper_sharers import HALF, several_of, sharing
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import Call, remembered
 from adatom.tiles import launch
@@ -66,7 +66,7 @@ NOWHERE = gl.constexpr(2**30)  # a coordinate of no element; TMA takes none belo
 TOLD_STRETCH = gl.constexpr(8)  # the tile's stretch
 TOLD_WAITS = gl.constexpr(9)  # how many stretches the tile before has to wait for
 TOLD = gl.constexpr(16)  # all of them, a power of two
-SHARES = (512, 1024, 2048)  # elements that a consumer adds at once
+SHARES = (8, 16, 32)  # columns of 64 rows that a consumer adds at once
 _SPILL = 16
 
 
@@ -124,9 +124,9 @@ def _wait_read(Read, stretches, tiles):
 
 
 @gluon.jit
-def _producer(Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_lent, stretches, tiles, bars, counts,
+def _producer(Q, K, V, DOut, E, Rest, Bias, Taken, several, lent, in_lent, stretches, tiles, bars, counts,
               SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-              ADD: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
+              EARLY: gl.constexpr, FRESH: gl.constexpr):
     """Keeps the rings full. Takes the next tile that no program took, and tells the consumers what it is, and what the
     tile before has still to wait for: it looks once, and does not wait. FRESH: of what it reads, E and Taken come from
     the kernel before."""
@@ -177,12 +177,10 @@ def _producer(Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_len
                 else:
                     load_tile(Rest, 0, at - in_lent + c, m0, 0, full.index(i), e_s.index(i * SHARERS + c))
             n += 1
-        if t >= lent:  # where this tile is stored, others may still read
-            if not FRESH:
+        if not FRESH:
+            if t >= lent:  # where this tile is stored, the kernels ahead may still read
                 wait_for_previous(EARLY)
-            elif ADD > 0:
-                wait_turn(Taken + 2, shares)
-            lent = n_tiles  # waited for
+                lent = n_tiles  # waited for
         waits = gl.minimum(t // stretch, t // stretch * steep - less)
         if waits > 0:
             if _all_read(_read_counts(Taken, FRESH), waits, stretch):
@@ -199,43 +197,31 @@ def _producer(Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_len
 
 
 @gluon.jit
-def _joined(high, low):
-    """float32 numbers whose halves look like 16-bit numbers."""
-    bits = (high.to(gl.int16, bitcast=True).to(gl.int32) << 16) | (low.to(gl.int16, bitcast=True).to(gl.int32) & 65535)
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _add_share(Parts, Others, Low, Whole, sums, share, N: gl.constexpr, HALVES: gl.constexpr):
-    """A share of the gradient of the bias, N elements of a slice: the sum of float32 parts in order, of which `held`
-    slices lie in Parts, the others in Others, but HALVES of the last one where the sum shall be and in Low."""
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    area, slices, parts, held, shares = sums
-    of = share % slices
-    i = share // slices * N + gl.arange(0, N, FLAT)
-    some = i < area
-    here = of.to(gl.int64) * area + i
-    if HALVES:
-        parts -= 1
-        high = gl.load(Whole + here, mask=some, other=0.0)
-        low = gl.load(Low + here, mask=some, other=0.0)
-    x = gl.zeros([N], gl.float32, FLAT)
+def _add_share(Parts, DBias, sums, share, len_q, len_k, ADD: gl.constexpr, PAIRS: gl.constexpr):
+    """A share of the gradient of the bias, ADD columns of 64 rows: the sum of parts in order, which lie in memory as
+    `in_rows` has them, 64 columns after the other of each tile of a part."""
+    N: gl.constexpr = ADD // 8  # rows of a warp, which are together
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, N, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    parts, n_m, width, blocks, shares = sums
+    size = blocks * (HALF * HALF)
+    tile = share // (width // ADD)
+    n0 = share % (width // ADD) * ADD
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    row = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    column = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    X = Parts + tile * (width * HALF) + n0 // HALF * (HALF * HALF) + n0 % HALF * 16 + (warp * 8 + row) * 128 + column
+    x = gl.zeros([4, N, 128], gl.float32, LAYOUT)
     for part in range(0, parts, 4):  # so many under way at once
-        at = part * slices + of
-        x0 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some, other=0.0)
-        at += slices
-        x1 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some & (part + 1 < parts), other=0.0)
-        at += slices
-        x2 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some & (part + 2 < parts), other=0.0)
-        at += slices
-        x3 = gl.load(place_of(at, Parts, Others, held, area) + i, mask=some & (part + 3 < parts), other=0.0)
+        x0 = gl.load(X)
+        x1 = gl.load(X + size, mask=part + 1 < parts, other=0.0)
+        x2 = gl.load(X + 2 * size, mask=part + 2 < parts, other=0.0)
+        x3 = gl.load(X + 3 * size, mask=part + 3 < parts, other=0.0)
+        X += 4 * size
         x += x0
         x += x1
         x += x2
         x += x3
-    if HALVES:
-        x += _joined(high, low)
-    gl.store(Whole + here, x.to(Whole.dtype.element_ty), mask=some)
+    store_sum(DBias, tile // n_m, tile % n_m * HALF, n0, in_lines(x.reshape([4 * N, 128])), len_q, len_k, PAIRS)
 
 
 @gluon.jit
@@ -247,9 +233,9 @@ def _scores(left, right, ones, lines):
 
 
 @gluon.jit
-def _consumer(DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, C: gl.constexpr,
+def _consumer(DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, scale, C: gl.constexpr,
               SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr,
-              ADD: gl.constexpr, HALVES: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
+              ADD: gl.constexpr, PAIRS: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr):
     """dK and dV of 64 keys of a sharer, tile after tile. Comments at waits name the products under way, the eldest
     first."""
     q_s, k_s, do_s, v_s, e_s, ones_s, bias_s, number_s = tiles
@@ -264,14 +250,10 @@ def _consumer(DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, ba
     if ADD > 0:  # while the first tiles are on their way
         share = gl.atomic_add(Taken + 1, 1, sem="relaxed")
         wait_for_previous(EARLY)
-        added = 0
         while share < sums[4]:  # what nobody took: programs that have not begun may be waiting for a multiprocessor
             following = gl.atomic_add(Taken + 1, 1, sem="relaxed")
-            _add_share(Parts, Others, Low, DBias, sums, share, ADD, HALVES)
+            _add_share(Parts, DBias, sums, share, len_q, len_k, ADD, PAIRS)
             share = following
-            added += 1
-        gl.barrier()
-        gl.atomic_add(Taken + 2, added, sem="release")
     wait_full(kv_full, turn, KV_STAGES)
     t = number_of(number_s.index(slot(turn, KV_STAGES) * TOLD), 4)
     while t < n_tiles:
@@ -333,29 +315,29 @@ def _consumer(DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, ba
 
 
 _COUNTS = [
-    "units", "slices", "parts", "held", "shares", "lent", "in_lent", "stretch", "steep", "less", "heads", "repeats",
+    "parts", "n_m", "width", "blocks", "shares", "lent", "in_lent", "stretch", "steep", "less", "heads", "repeats",
     "bias_heads", "shared", "groups", "padded", "len_q", "len_k", "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _keys_kernel(Q, K, V, DOut, E, Rest, Bias, DK, DV, Taken, Parts, Others, Low, DBias, bias_b, bias_h, units, slices,
-                 parts, held, shares, lent, in_lent, stretch, steep, less, heads, repeats, bias_heads, shared, groups,
-                 padded, len_q, len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr,
-                 STAGES: gl.constexpr, LOAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr,
-                 EARLY: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr):
+def _keys_kernel(Q, K, V, DOut, E, Rest, Bias, DK, DV, Taken, Parts, DBias, bias_b, bias_h, parts, n_m, width, blocks,
+                 shares, lent, in_lent, stretch, steep, less, heads, repeats, bias_heads, shared, groups, padded, len_q,
+                 len_k, n_tiles, scale, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, STAGES: gl.constexpr,
+                 LOAD: gl.constexpr, ADD: gl.constexpr, PAIRS: gl.constexpr, EARLY: gl.constexpr, FRESH: gl.constexpr,
+                 REGISTERS: gl.constexpr):
     """dK and dV of tiles of 64 keys of a few sharers.
 
     Each slice of the bias serves `shared` (batch, head), of consecutive batch elements, `repeats` of them, in `groups`
     of SHARERS; its number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions. E: `padded`
     lines for each (batch, head) in the order of units (hopper_shared_lent.py), of eight columns: three parts of lse in
     units of a product, three of delta; those of the first in_lent, which lie in dK or dV. Rest: all others.
-    Taken: int32, 0; tiles that are taken; where FRESH shares that are, and that are added; at the end, of each stretch,
-    how many tiles have been read. ADD, if not 0: DBias, slices of 4 units elements, becomes the sum of so many parts,
-    which the kernel before writes, `held` slices in Parts, the others in Others, but HALVES of the last in DBias and
-    Low; in shares of ADD elements. FRESH: it writes E and Taken, too. lent: the first tile that is stored where the
-    kernels before may still read, or where what is added lies. stretch: so many tiles are counted together; before one
-    of stretch s is stored, those of the first min(s, steep s - less) stretches have been read.
+    Taken: int32, 0; tiles that are taken; where FRESH shares that are; at the end, of each stretch, how many tiles have
+    been read. ADD, if not 0: DBias becomes the sum of so many parts, which the kernel before writes to Parts, in shares
+    of ADD columns; a part has tiles of 64 rows and `width` columns, n_m for a slice, that is `blocks` of 64 x 64.
+    FRESH: it writes E and Taken, too. lent: elsewhere, the first tile that is stored where the kernels before may still
+    read. stretch: so many tiles are counted together; before one of stretch s is stored, those of the first
+    min(s, steep s - less) stretches have been read.
     """
     q_s = make_tiles(Q, STAGES * SHARERS)
     k_s = make_tiles(K, KV_STAGES * SHARERS)
@@ -378,27 +360,27 @@ def _keys_kernel(Q, K, V, DOut, E, Rest, Bias, DK, DV, Taken, Parts, Others, Low
     bars = (full, empty, kv_full, kv_empty)
     counts = (heads, repeats, bias_heads, shared, groups, padded, len_q, len_k, n_tiles)
     several = (bias_b, bias_h)
-    sums = (units * 4, slices, parts, held, shares)
+    sums = (parts, n_m, width, blocks, shares)
     stretches = (stretch, steep, less)
     if SHARERS == 2:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 0,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 1,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
-            (_producer, (Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_lent, stretches, tiles, bars,
-                         counts, SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 0,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, PAIRS, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 1,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, PAIRS, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Rest, Bias, Taken, several, lent, in_lent, stretches, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 0,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 1,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
-            (_consumer, (DK, DV, Parts, Others, Low, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 2,
-                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, HALVES, EARLY, FRESH)),
-            (_producer, (Q, K, V, DOut, E, Rest, Bias, Taken, several, shares, lent, in_lent, stretches, tiles, bars,
-                         counts, SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 0,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, PAIRS, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 1,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, PAIRS, EARLY, FRESH)),
+            (_consumer, (DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, scale, 2,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, ADD, PAIRS, EARLY, FRESH)),
+            (_producer, (Q, K, V, DOut, E, Rest, Bias, Taken, several, lent, in_lent, stretches, tiles, bars, counts,
+                         SHARED_HEADS, SHARERS, STAGES, LOAD, EARLY, FRESH)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
 
@@ -416,8 +398,8 @@ class Launches(NamedTuple):
     keys: Launch
     sums: Launch
     lines: Lines
-    lent: tuple[int, ...]  # numbers that dK and dV lend, if they can: for the ring, parts, lse and delta; if nothing is
-    # before, for parts in two tensors, if there are several, and for lower halves of the last, if it lies in halves
+    parts: int  # float32 numbers of parts of dbias that the last kernel adds
+    lent: tuple[int, ...]  # numbers that dK and dV lend, if they can: for the ring, parts, lse and delta
 
 
 def _launches(
@@ -429,16 +411,14 @@ def _launches(
     padded = -(-call.len_q // m) * m
     slices, shared = sharing(call, x.bias)
     units = units_of(call, x.bias)
-    sharers, area = units.sharers, call.len_q * call.len_k
+    sharers = units.sharers
     lines = lent.plan_lines(call, x.bias, units, padded)
     lent.take_lines(lines)
-    before, rows = None, None
+    fresh = call.len_k <= _WHOLE and call.len_q % 4 == 0
+    before, width = None, 0
     sizes: tuple[int, ...] = ()
-    if call.len_k <= _WHOLE and call.len_q % 4 == 0:
-        rows = rows_launch(call, x.bias, units, lines.held, padded, dlse, lent.rooms())
-        sums = rows.launch
-        if rows.held + rows.others:
-            sizes = rows.held * area, rows.others * area, slices * area // 2 if rows.halves else 0
+    if fresh:
+        sums, width = rows_launch(call, x.bias, units, lines.held, padded, dlse)
     else:
         before = ahead(call, m, x.bias, units, lines.held, out, dout, dlse)
         sums, ring, handed = sums_launch(call, x.bias, padded, max(lent.rooms()))
@@ -446,20 +426,21 @@ def _launches(
     for size in sizes:
         lent.take(size)
     stages, registers = CONFIGS[sharers]
-    load = m // 2 if rows else m  # queries of a buffer: few where heads are short
+    load = m // 2 if fresh else m  # queries of a buffer: few where heads are short
     n_n = -(-call.len_k // n)
     n_tiles = n_n * units.n
     programs = min(n_tiles, sms)
-    add, shares = _shares(area, slices, programs * sharers) if rows and sizes else (0, 0)
+    tiles = slices * padded // HALF.value  # of a part
+    add, shares = _shares(tiles, width, programs * sharers) if width else (0, 0)
     several_heads = x.bias.shape[1] < call.heads
     scalars = (
-        *several_of(call), area // 4, slices, sums.parts, rows.held if rows else 0, shares,
+        *several_of(call), sums.parts, padded // HALF.value, width, tiles * width // HALF.value, shares,
         lent.first(call, x.bias, units) * n_n, lines.held, lines.stretch * n_n, lines.steep, lines.less, call.heads,
         call.repeats, x.bias.shape[1], shared, units.groups, padded, call.len_q, call.len_k, n_tiles, divisor(call),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": several_heads, "SHARERS": sharers, "STAGES": stages * m // load, "LOAD": load, "ADD": add,
-        "HALVES": rows is not None and rows.halves, "EARLY": True, "FRESH": rows is not None, "REGISTERS": registers,
+        "PAIRS": add > 0 and call.len_k % 2 == 0, "EARLY": True, "FRESH": fresh, "REGISTERS": registers,
         "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     blocks = {
@@ -467,13 +448,13 @@ def _launches(
         "Rest": (load, LINE.value), "Bias": (load, n), "DK": (n, dim), "DV": (n, dim),
     }  # fmt: skip
     keys = Launch(_keys_kernel, programs, scalars, meta, _SPILL, blocks)
-    return Launches(before, keys, sums, lines, sizes)
+    return Launches(before, keys, sums, lines, sums.parts * tiles * HALF.value * width, sizes)
 
 
-def _shares(area: int, slices: int, consumers: int) -> tuple[int, int]:
-    """(elements of a share, shares): at most one for each consumer, if that can be."""
-    size = next((n for n in SHARES if -(-area // n) * slices <= consumers), SHARES[-1])
-    return size, -(-area // size) * slices
+def _shares(tiles: int, width: int, consumers: int) -> tuple[int, int]:
+    """(columns of a share, shares): at most one for each consumer, if that can be."""
+    columns = next((n for n in SHARES if width // n * tiles <= consumers), SHARES[-1])
+    return columns, width // columns * tiles
 
 
 def backward(
@@ -491,15 +472,11 @@ def backward(
     dbias = empty(tuple(bias.shape), bias)
     lent = Lent(dk, dv)
     e, rest = lent.take_lines(plan.lines)
-    parts, others, low = dbias, dbias, dbias
+    parts = empty((plan.parts,), lse) if plan.parts else lse
     if plan.before is None:
-        if plan.lent:
-            parts, others, low = map(lent.take, plan.lent)
-            if plan.lent[2]:
-                low = low.view(dbias.dtype).view(dbias.shape)
         plan.sums(
             x.q, x.k, x.v, bias, out, dout, lse.view(-1), dlse, e.view(torch.int32), rest.view(torch.int32), numbers,
-            dq, dbias, parts, others, low,
+            dq, dbias, parts,
         )  # fmt: skip
     else:
         ring, handed, rows_and_delta = map(lent.take, plan.lent)
@@ -507,5 +484,5 @@ def backward(
         launch.take_turn(x.q.device)
         plan.before(out, dout, lse, dlse, rows, delta, e, rest, numbers)
         plan.sums(x.q, x.k, x.v, bias, dout, rows, delta, dq, ring.view(-1, 128), numbers, handed, dbias)
-    plan.keys(x.q, x.k, x.v, dout, e, rest, bias, dk, dv, numbers, parts, others, low, dbias)
+    plan.keys(x.q, x.k, x.v, dout, e, rest, bias, dk, dv, numbers, parts, dbias)
     return dq, dk, dv, dbias, None

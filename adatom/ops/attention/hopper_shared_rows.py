@@ -7,16 +7,13 @@ A program owns 64 queries and all keys, each of two consumer warpgroups half of 
 registers while a producer warp brings what belongs to one sharer after the other. A query comes once, so that delta is
 summed here, and what the kernel of dK and dV wants of lse and delta is written here, and dQ is complete: one consumer
 gives the other what it has of it, which adds that when it has begun with the next sharer. Where tiles are too few for
-the GPU, several programs share the sum of dbias, and the kernel of dK and dV adds their parts, which lie in dK and dV.
-Where these have no room for all, upper halves of the last one lie where the sum shall be. All results repeat bit for
-bit.
+the GPU, several programs share the sum of dbias, each of them with one tile, and the kernel of dK and dV adds their
+parts, which lie in memory as threads hold them: 98 KB for a program at the most. All results repeat bit for bit.
 """
-
-from typing import NamedTuple
 
 import torch
 
-from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, widened
+from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, in_rows, store_sum, widened
 from adatom.ops.attention.hopper_shared_ends import FAR, LARGEST, divisor
 from adatom.ops.attention.hopper_shared_lent import STRETCHES, Units
 from adatom.ops.attention.hopper_sharers import HALF, place_of, several_of, sharer, sharing
@@ -43,7 +40,7 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-_SPILL = 72  # Triton 3.6: 20 to 80, none of it in the loop; 3.9: to 140
+_SPILL = 20  # Triton 3.6: 0 to 16, none of it in the loop; 3.9: 64
 
 
 @gluon.jit
@@ -181,28 +178,19 @@ def _store_staged(D, b, h, m0, n0, x, tile):
 
 
 @gluon.jit
-def _store_halves(High, Low, b, h, m0, n0, sums, bias_s, FIRST: gl.constexpr, PIECES: gl.constexpr):
-    """Begin to write pieces of float32 numbers: their upper halves, as they are, and the lower ones."""
-    for half in gl.static_range(2):
-        if half == 1:
-            tma.store_wait(0)
-            gl.barrier()
-        for j in gl.static_range(PIECES):
-            bits = sums[j].to(gl.int32, bitcast=True)
-            tile = bias_s.index(FIRST + j)
-            if half == 0:
-                x = (bits >> 16).to(gl.int16).to(tile.dtype, bitcast=True)
-                _store_staged(High, b, h, m0, n0 + j * HALF, x, tile)
-            else:
-                x = bits.to(gl.int16).to(tile.dtype, bitcast=True)
-                _store_staged(Low, b, h, m0, n0 + j * HALF, x, tile)
+def _store_part(Parts, number, x):
+    """Write 64 x 64 numbers of a part as threads hold them."""
+    x = in_rows(x)
+    LAYOUT: gl.constexpr = x.type.layout
+    row = gl.arange(0, HALF // 2, gl.SliceLayout(1, LAYOUT))[:, None]
+    gl.store(Parts + number * (HALF * HALF) + row * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :], x)
 
 
 @gluon.jit
-def _consumer(DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale, inverse,
-              C: gl.constexpr, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, EVEN_N: gl.constexpr,
-              PARTS: gl.constexpr, HALVES: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr,
-              DLSE: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
+def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, counts, scale, inverse, C: gl.constexpr,
+              SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, EVEN_N: gl.constexpr, PARTS: gl.constexpr,
+              STAGED: gl.constexpr, PAIRS: gl.constexpr, DLSE: gl.constexpr, PIECES: gl.constexpr,
+              STAGES: gl.constexpr):
     """Sums half of the columns of every tile. Comments at waits name the products under way, the eldest first."""
     q_s, k_s, v_s, o_s, do_s, lse_s, bias_s, dq_s, sum_s = tiles
     full, empty, bias_full, bias_empty, dq_full, dq_empty = bars
@@ -257,7 +245,7 @@ def _consumer(DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices,
             for j in gl.static_range(PIECES):
                 if j == 0:  # S, dP
                     s = warpgroup_mma_wait(1, deps=(s,))
-                else:  # S, dQ, dP
+                else:  # S, dP, dQ
                     s = warpgroup_mma_wait(2, deps=(s,))
                 if HELD:
                     if j == 0:
@@ -282,11 +270,10 @@ def _consumer(DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices,
                 else:
                     top += ds
                 ds16 = gl.convert_layout(ds.to(q.dtype), OPERAND, assert_trivial=True)
-                if j + 1 < PIECES:
+                if j + 1 < PIECES:  # ahead of dQ: the assembler begins both while dS is not yet complete
                     s = _product(q, k_s.index(first + j + 1))
-                dq = warpgroup_mma(ds16, k_s.index(first + j), dq, use_acc=j > 0, is_async=True)
-                if j + 1 < PIECES:
                     dp = _product(do, v_s.index(first + j + 1))
+                dq = warpgroup_mma(ds16, k_s.index(first + j), dq, use_acc=j > 0, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
             if C == 1:
@@ -297,25 +284,16 @@ def _consumer(DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices,
             n += 1
         sums = (low, high, top)
         FIRST: gl.constexpr = C * PIECES
-        if HALVES and part + 1 == parts:
-            _store_halves(DBias, Low, slice_batch, slice_head, m0, FIRST * HALF, sums, bias_s, FIRST, PIECES)
-        else:
-            for j in gl.static_range(PIECES):
-                n0 = (FIRST + j) * HALF
-                if STAGED:
-                    tile = bias_s.index(FIRST + j)
-                    _store_staged(DBias, slice_batch, slice_head, m0, n0, sums[j].to(tile.dtype), tile)
-                else:
-                    width = len_k // 2 * 2 if PAIRS else len_k  # even, as the compiler may know: it writes pairs
-                    lines = m0 + gl.arange(0, HALF, ROWS)[:, None]
-                    columns = n0 + gl.arange(0, HALF, gl.SliceLayout(0, SCORES))[None, :]
-                    some = (lines < len_q) & (columns < width)
-                    if PARTS:
-                        D = place_of(part * slices + piece, Parts, Others, held, len_q * width)
-                    else:
-                        D = DBias + piece.to(gl.int64) * (len_q * width)
-                    gl.store(D + lines * width + columns, sums[j].to(D.dtype.element_ty), mask=some)
-        if STAGED or HALVES:
+        for j in gl.static_range(PIECES):
+            n0 = (FIRST + j) * HALF
+            if PARTS:
+                _store_part(Parts, t * (2 * PIECES) + FIRST + j, sums[j])
+            elif STAGED:
+                tile = bias_s.index(FIRST + j)
+                _store_staged(DBias, slice_batch, slice_head, m0, n0, sums[j].to(tile.dtype), tile)
+            else:
+                store_sum(DBias, piece, m0, n0, sums[j], len_q, len_k, PAIRS)
+        if STAGED:
             tma.store_wait(0)
             gl.barrier()
         release(bias_empty, turn, 1)
@@ -328,23 +306,22 @@ def _consumer(DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices,
 
 COUNTERS = gl.constexpr(4 + STRETCHES.value)
 _COUNTS = [
-    "slices", "held", "in_lent", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k",
-    "n_tiles",
+    "slices", "in_lent", "heads", "repeats", "bias_heads", "shared", "parts", "padded", "len_q", "len_k", "n_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Rest, Taken, DQ, DBias, Parts, Others, Low, bias_b, bias_h,
-                 slices, held, in_lent, heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale,
-                 inverse, SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, EVEN_N: gl.constexpr, PARTS: gl.constexpr,
-                 HALVES: gl.constexpr, STAGED: gl.constexpr, PAIRS: gl.constexpr, DLSE: gl.constexpr,
-                 EARLY: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr):
+def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Rest, Taken, DQ, DBias, Parts, bias_b, bias_h, slices, in_lent,
+                 heads, repeats, bias_heads, shared, parts, padded, len_q, len_k, n_tiles, scale, inverse,
+                 SHARED_HEADS: gl.constexpr, SHARERS: gl.constexpr, EVEN_N: gl.constexpr, PARTS: gl.constexpr,
+                 STAGED: gl.constexpr, PAIRS: gl.constexpr, DLSE: gl.constexpr, EARLY: gl.constexpr,
+                 PIECES: gl.constexpr, STAGES: gl.constexpr):
     """Tiles of dbias (slices of the bias, len_q, len_k), dQ, and E and Rest (hopper_shared_bwd.py) as int32.
 
-    PARTS: there are several `parts` of dbias, in float32, `held` slices in Parts, the others in Others; HALVES: but of
-    the last part, upper halves are in DBias, lower ones in Low. Taken: COUNTERS of them become 0. Lse: (batch, heads,
-    len_q). Each slice of the bias serves `shared` (batch, head), of `repeats` consecutive batch elements; its
-    number is multiplied by bias_b, that of its head by bias_h: 0 along expanded dimensions.
+    PARTS: there are several `parts` of dbias, in Parts: 64 x 64 numbers, `in_rows`, for each 64 keys of a program's.
+    Taken: COUNTERS of them become 0. Lse: (batch, heads, len_q). Each slice of the bias serves `shared` (batch, head),
+    of `repeats` consecutive batch elements; its number is multiplied by bias_b, that of its head by bias_h: 0 along
+    expanded dimensions.
     """
     q_s = make_tiles(Q, STAGES)
     k_s = make_tiles(K, STAGES * 2 * PIECES)
@@ -373,55 +350,39 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Rest, Taken, DQ, DBias,
     _load_bias(Bias, several, piece, m0, bias_full, bias_s, counts, PIECES)
     _load_sharer(Q, K, V, Out, DOut, Lse, 0, part, piece, m0, full, tiles, counts, SHARED_HEADS, PIECES)
     gl.warp_specialize([
-        (_consumer, (DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale,
-                     inverse, 0, SHARED_HEADS, SHARERS, EVEN_N, PARTS, HALVES, STAGED, PAIRS, DLSE, PIECES, STAGES)),
-        (_consumer, (DLse, E, Rest, DBias, Parts, Others, Low, DQ, tiles, bars, slices, held, in_lent, counts, scale,
-                     inverse, 1, SHARED_HEADS, SHARERS, EVEN_N, PARTS, HALVES, STAGED, PAIRS, DLSE, PIECES, STAGES)),
+        (_consumer, (DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, counts, scale, inverse, 0,
+                     SHARED_HEADS, SHARERS, EVEN_N, PARTS, STAGED, PAIRS, DLSE, PIECES, STAGES)),
+        (_consumer, (DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, counts, scale, inverse, 1,
+                     SHARED_HEADS, SHARERS, EVEN_N, PARTS, STAGED, PAIRS, DLSE, PIECES, STAGES)),
         (_producer, (Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices, counts, SHARED_HEADS, EARLY,
                      PIECES, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-class Rows(NamedTuple):
-    """The launch of this kernel, and where the parts of dbias lie, if there are several."""
-
-    launch: Launch
-    held: int  # slices of parts in the first of two tensors
-    others: int  # those in the second one
-    halves: bool  # whether the last part lies in halves, of which the lower ones need memory
-
-
 def rows_launch(
-    call: Call, bias: torch.Tensor, units: Units, in_lent: int, padded: int, dlse: bool, rooms: list[int]
-) -> Rows:  # fmt: skip
-    """The launch for q, k, v, bias, out, dout, lse, dlse, E in two places, counters, dQ, dbias and its parts, for
-    which two results have room for so many float32 numbers each."""
+    call: Call, bias: torch.Tensor, units: Units, in_lent: int, padded: int, dlse: bool
+) -> tuple[Launch, int]:  # fmt: skip
+    """The launch for q, k, v, bias, out, dout, lse, dlse, E in two places, counters, dQ, dbias and its parts, and how
+    many columns their tiles have, of which each program writes one: 0 where there is but one part."""
     n, dim, scale = HALF.value, DIM.value, divisor(call)
     slices, shared = sharing(call, bias)
-    area = call.len_q * call.len_k
     pieces = -(-call.len_k // (2 * n))
     tiles = padded // n * slices
     parts = max(1, min(shared // 4, call.device.sms // tiles))
     parts = -(-shared // -(-shared // parts))  # each has something to add
-    suits = call.len_k * bias.element_size() % 16 == 0  # TMA
-    halves = suits and 1 < parts and parts * slices > sum(room // area for room in rooms)
-    staged = suits and parts == 1
-    stored = (parts - halves) * slices if parts > 1 else 0
-    held = min(stored, max(rooms) // area)
+    staged = parts == 1 and call.len_k * bias.element_size() % 16 == 0  # TMA
     scalars = (
-        *several_of(call), slices, held, in_lent, call.heads, call.repeats, bias.shape[1], shared, parts, padded,
+        *several_of(call), slices, in_lent, call.heads, call.repeats, bias.shape[1], shared, parts, padded,
         call.len_q, call.len_k, tiles * parts, scale, 1 / (scale * LOG2E.value),
     )  # fmt: skip
     meta = {
         "SHARED_HEADS": bias.shape[1] < call.heads, "SHARERS": units.sharers, "EVEN_N": call.even(call.len_k, 2 * n),
-        "PARTS": parts > 1, "HALVES": halves, "STAGED": staged, "PAIRS": call.len_k % 2 == 0, "DLSE": dlse,
+        "PARTS": parts > 1, "STAGED": staged, "PAIRS": call.len_k % 2 == 0, "DLSE": dlse,
         "EARLY": True, "PIECES": pieces, "STAGES": 4 if pieces == 2 else 2, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     tile = (n, dim)
     blocks = {name: tile for name in ("Q", "K", "V", "Out", "DOut", "DQ")} | {"Lse": (n,), "Bias": (n, n)}
-    if staged or halves:
+    if staged:
         blocks["DBias"] = (n, n)
-    if halves:
-        blocks["Low"] = (n, n)
     launch = Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
-    return Rows(launch, held, stored - held, halves)
+    return launch, 2 * n * pieces if parts > 1 else 0
