@@ -7,8 +7,9 @@ stays in registers while a producer warp brings q, k, dO and v of one sharer aft
 left operand of dQ.
 
 The tiles of the same queries are a chain of programs, which run at once. Each adds its piece of dQ of a sharer to
-what the one before it hands on in memory, and the last one writes dQ. What is handed on goes round in a ring that stays
-in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
+what the one before it handed on in memory, and the last one writes dQ. TMA adds there, in turn, so that consumers do
+not wait for the programs before, but for those of the last one. What is handed on goes round in a ring that stays in
+L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
 repeat bit for bit. Programs are numbered as they begin, so that a kernel waits with one chain at the most for
 multiprocessors that others have; `limits` allows no chain of more than a quarter of them. Where tiles are too few for
 the GPU, several programs share the sum of dbias, each of them with one tile; the last waits for the others' parts.
@@ -162,21 +163,20 @@ def _place_in_ring(n, me, chain, link):
 
 @gluon.jit
 def _fetcher(Ring, Done, dq_s, bars, me, link, slices, counts, DQ_STAGES: gl.constexpr):
-    """Brings what the program before handed on; the first one of a chain waits for a place in the ring."""
+    """Says which places of dq_s are free; to the last program of a chain brings there what the others handed on."""
     dq_full, _, dq_empty, _ = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
     place = me % chain
-    before = Done + (me + gl.where(place == 0, chain, 0)) * APART
     n = 0
     for t in range(me, n_tiles, gl.num_programs(0)):
         _piece, part, _m0, _n0 = tile_of_sum(t, slices, counts)
         for _ in range(part, shared, parts):
             i = slot(n, DQ_STAGES)
-            row, uses = _place_in_ring(n, me, chain, link)
             wait_empty(dq_empty, n, DQ_STAGES)
-            wait_turn(before + n % PASSERS, (n + PASSERS - gl.where(place == 0, uses, 0)) // PASSERS)
-            if place > 0:
+            if (place > 0) & (place + 1 == chain):
+                row, _uses = _place_in_ring(n, me, chain, link)
+                wait_turn(Done + me * APART + n % PASSERS, n // PASSERS + 1)
                 mbarrier.expect(dq_full.index(i), Ring.block_type.nbytes)
                 tma.async_load(Ring, [row, 0], dq_full.index(i), dq_s.index(i))
             else:
@@ -187,12 +187,14 @@ def _fetcher(Ring, Done, dq_s, bars, me, link, slices, counts, DQ_STAGES: gl.con
 @gluon.jit
 def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, link, slices, counts, P: gl.constexpr, SHARED_HEADS: gl.constexpr,
             DQ_STAGES: gl.constexpr):
-    """Hands on every other of what the consumers made of it; the last one of a chain writes dQ."""
+    """Hands on every other of what the consumers made of it: the first program of a chain writes it to the ring, where
+    there is a place, others add to what lies there when it is their turn. The last one writes dQ."""
     _, dq_done, dq_empty, out_empty = bars
     _, _, _, shared, parts, _, _, len_k, n_tiles = counts
     chain = (len_k + BLOCK - 1) // BLOCK
     place = me % chain
     mine = Done + (me + 1) * APART + P
+    before = Done + (me + gl.where(place == 0, chain, 0)) * APART + P
     n = 0
     for t in range(me, n_tiles, gl.num_programs(0)):
         piece, part, m0, _n0 = tile_of_sum(t, slices, counts)
@@ -201,8 +203,12 @@ def _passer(DQ, Ring, Done, dq_s, out_s, bars, me, link, slices, counts, P: gl.c
                 i = slot(n, DQ_STAGES)
                 wait_full(dq_done, n, DQ_STAGES)
                 if place + 1 < chain:
-                    row, _uses = _place_in_ring(n, me, chain, link)
-                    tma.async_store(Ring, [row, 0], dq_s.index(i))
+                    row, uses = _place_in_ring(n, me, chain, link)
+                    wait_turn(before, (n + PASSERS - gl.where(place == 0, uses, 0)) // PASSERS)
+                    if place == 0:
+                        tma.async_store(Ring, [row, 0], dq_s.index(i))
+                    else:
+                        tma.async_atomic_add(Ring, [row, 0], dq_s.index(i))
                 else:
                     b, h = sharer(r, piece, counts, SHARED_HEADS)
                     for c in gl.static_range(2):
@@ -295,7 +301,7 @@ def _consumer(DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, sca
             wait_full(dq_full, n, DQ_STAGES)
             x = in_rows(dq)
             before = handed.load(x.type.layout)
-            x += gl.where(n0 > 0, before, 0.0)
+            x += gl.where((n0 > 0) & (n0 + BLOCK >= len_k), before, 0.0)
             handed.store(x)
             wait_empty(out_empty, n, 1)
             out_s.index(C).store((in_lines(x) * scale).to(out_s.dtype))  # the last one's are dQ
