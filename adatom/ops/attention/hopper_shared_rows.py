@@ -13,10 +13,10 @@ parts, which lie in memory as threads hold them: 98 KB for a program at the most
 
 import torch
 
-from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, in_rows, store_sum, widened
+from adatom.ops.attention.hopper_shared_bias import DIM, KEEP_NAN, SCORES, in_lines, in_rows, store_sum, widened
 from adatom.ops.attention.hopper_shared_ends import FAR, LARGEST, divisor
 from adatom.ops.attention.hopper_shared_lent import STRETCHES, Units
-from adatom.ops.attention.hopper_sharers import HALF, place_of, several_of, sharer, sharing
+from adatom.ops.attention.hopper_sharers import BLOCK, HALF, place_of, several_of, sharer, sharing
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.hopper import (
     LOG2E,
@@ -40,6 +40,10 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
+# words of lines of E, four threads for one, which are those that have its row of scores
+WORDS = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
 _SPILL = 20  # Triton 3.6: 0 to 16, none of it in the loop; 3.9: 64
 
 
@@ -53,12 +57,22 @@ def _tile(t, slices, counts):
 
 
 @gluon.jit
+def _sharer(r, batch, head, counts, SHARED_HEADS: gl.constexpr):
+    """`sharer`, of the slice of a batch element and head of the bias: no division where heads do not share it."""
+    heads, repeats = counts[0], counts[1]
+    if SHARED_HEADS:
+        return batch * repeats + r // heads, r % heads
+    else:
+        return batch * repeats + r, head
+
+
+@gluon.jit
 def _load_bias(Bias, several, piece, m0, bias_full, bias_s, counts, PIECES: gl.constexpr):
     """Begin to copy the bias of a tile."""
     bias_heads = counts[2]
     bias_b, bias_h = several
-    for c in gl.static_range(2 * PIECES):
-        load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, c * HALF, bias_full.index(0),
+    for c in gl.static_range(PIECES):
+        load_tile(Bias, piece // bias_heads * bias_b, piece % bias_heads * bias_h, m0, c * BLOCK, bias_full.index(0),
                   bias_s.index(c))
 
 
@@ -70,13 +84,13 @@ def _load_sharer(Q, K, V, Out, DOut, Lse, i, r, piece, m0, full, tiles, counts, 
     b, h = sharer(r, piece, counts, SHARED_HEADS)
     heads, len_q = counts[0], counts[6]
     load_tile(Q, b, h, m0, 0, full.index(i), q_s.index(i))
-    for c in gl.static_range(2 * PIECES):
-        load_tile(K, b, h, c * HALF, 0, full.index(i), k_s.index(i * (2 * PIECES) + c))
+    for c in gl.static_range(PIECES):
+        load_tile(K, b, h, c * BLOCK, 0, full.index(i), k_s.index(i * PIECES + c))
     load_tile_and_numbers(DOut, b, h, m0, Lse, (b * heads + h) * len_q + m0, full.index(i), do_s.index(i),
                           lse_s.index(i))
     load_tile(Out, b, h, m0, 0, full.index(i), o_s.index(i))
-    for c in gl.static_range(2 * PIECES):
-        load_tile(V, b, h, c * HALF, 0, full.index(i), v_s.index(i * (2 * PIECES) + c))
+    for c in gl.static_range(PIECES):
+        load_tile(V, b, h, c * BLOCK, 0, full.index(i), v_s.index(i * PIECES + c))
 
 
 @gluon.jit
@@ -110,6 +124,18 @@ def _producer(Q, K, V, Out, DOut, Lse, Bias, Taken, several, tiles, bars, slices
 
 
 @gluon.jit
+def _piece_of(tiles, first, J: gl.constexpr):
+    """Number J of 64 keys, of tiles of 128 from number `first` on."""
+    return tiles.index(first + J // 2).slice(J % 2 * HALF, HALF, dim=0)
+
+
+@gluon.jit
+def _bias_of(tiles, J: gl.constexpr):
+    """The bias of 64 keys, number J."""
+    return tiles.index(J // 2).slice(J % 2 * HALF, HALF, dim=1)
+
+
+@gluon.jit
 def _product(x, y):
     """Begin to multiply, [HALF, HALF]."""
     zeros = gl.zeros([HALF, HALF], gl.float32, SCORES)
@@ -122,7 +148,7 @@ def _write_dq(DQ, dq, b, h, m0, n, scale, tiles, bars):
     _, _, _, _, _, _, _, dq_s, sum_s = tiles
     _, _, _, _, dq_full, dq_empty = bars
     wait_full(dq_full, n, 1)
-    dq += sum_s.load(dq.type.layout)
+    dq += in_lines(sum_s.load(in_rows(dq).type.layout))
     tma.store_wait(0)  # what was there last has left shared memory
     gl.barrier()
     release(dq_empty, n, 1)
@@ -144,6 +170,12 @@ def _lower(bits):
 
 
 @gluon.jit
+def _in_row(x):
+    """Numbers of rows, as threads hold them beside scores, to be spread over words."""
+    return gl.convert_layout(x, gl.SliceLayout(1, WORDS), assert_trivial=True)[:, None]
+
+
+@gluon.jit
 def _place_of_lines(E, Rest, r, batch, head, in_lent, counts, SHARERS: gl.constexpr):
     """Where lines of E (as int32) of sharer r of a slice lie: in the order of units (hopper_shared_lent.py)."""
     bias_heads, shared, padded = counts[2], counts[3], counts[5]
@@ -153,8 +185,9 @@ def _place_of_lines(E, Rest, r, batch, head, in_lent, counts, SHARERS: gl.conste
 
 
 @gluon.jit
-def _write_line(E, rows, lse, delta, inverse):
-    """Rows of E: three parts of lse in units of a product, three of delta."""
+def _write_lines(E, m0, lse, delta, inverse):
+    """HALF lines of E: three parts of lse in units of a product, three of delta. Four threads have a row, and each of
+    them writes a word of it."""
     x = gl.maximum(gl.minimum(lse * inverse, LARGEST, propagate_nan=KEEP_NAN), -LARGEST, propagate_nan=KEEP_NAN)
     x0, x = _cut(x)
     x1, x = _cut(x)
@@ -162,11 +195,11 @@ def _write_line(E, rows, lse, delta, inverse):
     y0, y = _cut(delta)
     y1, y = _cut(y)
     y2, y = _cut(y)
-    at = E + rows * 4
-    gl.store(at, _lower(x0) | x1)
-    gl.store(at + 1, _lower(x2) | y0)
-    gl.store(at + 2, _lower(y1) | y2)
-    gl.store(at + 3, y2 & 0)
+    word = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
+    lines = gl.where(word == 0, _in_row(_lower(x0) | x1), gl.where(word == 1, _in_row(_lower(x2) | y0), gl.where(
+        word == 2, _in_row(_lower(y1) | y2), 0)))
+    rows = m0 + gl.arange(0, HALF, gl.SliceLayout(1, WORDS))[:, None]
+    gl.store(E + rows * 4 + word, lines)
 
 
 @gluon.jit
@@ -199,6 +232,7 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     HELD: gl.constexpr = PIECES == 2
+    FIRST: gl.constexpr = C * PIECES  # of the keys' pieces, this consumer's first
     zeros = gl.zeros([HALF, DIM], gl.float32, GRAD)
     unit = scale * LOG2E
     dq = zeros
@@ -213,24 +247,24 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
         slice_head = piece - slice_batch * bias_heads
         wait_full(bias_full, turn, 1)
         if HELD:
-            bias_low = bias_s.index(C * PIECES).load(SCORES)
-            bias_high = bias_s.index(C * PIECES + 1).load(SCORES)
+            bias_low = _bias_of(bias_s, FIRST).load(SCORES)
+            bias_high = _bias_of(bias_s, FIRST + 1).load(SCORES)
         low = gl.zeros([HALF, HALF], gl.float32, SCORES)
         high = gl.zeros([HALF, HALF], gl.float32, SCORES)
         top = gl.zeros([HALF, HALF], gl.float32, SCORES)
         for r in range(part, shared, parts):
             i = slot(n, STAGES)
-            first = (i * 2 + C) * PIECES
+            first = i * PIECES
             wait_full(full, n, STAGES)
             q = q_s.index(i)
             do = do_s.index(i)
-            s = _product(q, k_s.index(first))
-            dp = _product(do, v_s.index(first))
+            s = _product(q, _piece_of(k_s, first, FIRST))
+            dp = _product(do, _piece_of(v_s, first, FIRST))
             if C == 0:
                 if n > 0:  # dQ of the sharer before: the other consumer need not be waited for any more
                     _write_dq(DQ, dq, b, h, written, n - 1, scale, tiles, bars)
             written = m0
-            b, h = sharer(r, piece, counts, SHARED_HEADS)
+            b, h = _sharer(r, slice_batch, slice_head, counts, SHARED_HEADS)
             head = b * heads + h
             rows = m0 + gl.arange(0, HALF, ROWS)
             lse = lse_s.index(i).load(ROWS)
@@ -241,7 +275,7 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
                 delta -= gl.load(DLse + head.to(gl.int64) * len_q + rows, mask=rows < len_q, other=0.0)
             if C == 1:
                 X = _place_of_lines(E, Rest, r, slice_batch, slice_head, in_lent, counts, SHARERS)
-                _write_line(X, rows, lse, delta, inverse)
+                _write_lines(X, m0, lse, delta, inverse)
             for j in gl.static_range(PIECES):
                 if j == 0:  # S, dP
                     s = warpgroup_mma_wait(1, deps=(s,))
@@ -253,7 +287,7 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
                     else:
                         bias = bias_high
                 else:
-                    bias = bias_s.index(C * PIECES + j).load(SCORES)
+                    bias = _bias_of(bias_s, FIRST + j).load(SCORES)
                 s = s * unit + (widened(bias, False) * LOG2E - lse[:, None])
                 if not EVEN_N:  # keys beyond the last: 0, whose P must not become infinite
                     s = gl.minimum(s, 0.0, propagate_nan=KEEP_NAN)
@@ -271,25 +305,24 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
                     top += ds
                 ds16 = gl.convert_layout(ds.to(q.dtype), OPERAND, assert_trivial=True)
                 if j + 1 < PIECES:  # ahead of dQ: the assembler begins both while dS is not yet complete
-                    s = _product(q, k_s.index(first + j + 1))
-                    dp = _product(do, v_s.index(first + j + 1))
-                dq = warpgroup_mma(ds16, k_s.index(first + j), dq, use_acc=j > 0, is_async=True)
+                    s = _product(q, _piece_of(k_s, first, FIRST + j + 1))
+                    dp = _product(do, _piece_of(v_s, first, FIRST + j + 1))
+                dq = warpgroup_mma(ds16, _piece_of(k_s, first, FIRST + j), dq, use_acc=j > 0, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             release(empty, n, STAGES)
             if C == 1:
                 wait_empty(dq_empty, n, 1)
-                sum_s.store(dq)
+                sum_s.store(in_rows(dq))
                 gl.barrier()
                 release(dq_full, n, 1)
             n += 1
         sums = (low, high, top)
-        FIRST: gl.constexpr = C * PIECES
         for j in gl.static_range(PIECES):
             n0 = (FIRST + j) * HALF
             if PARTS:
                 _store_part(Parts, t * (2 * PIECES) + FIRST + j, sums[j])
             elif STAGED:
-                tile = bias_s.index(FIRST + j)
+                tile = _bias_of(bias_s, FIRST + j)
                 _store_staged(DBias, slice_batch, slice_head, m0, n0, sums[j].to(tile.dtype), tile)
             else:
                 store_sum(DBias, piece, m0, n0, sums[j], len_q, len_k, PAIRS)
@@ -324,17 +357,17 @@ def _rows_kernel(Q, K, V, Bias, Out, DOut, Lse, DLse, E, Rest, Taken, DQ, DBias,
     expanded dimensions.
     """
     q_s = make_tiles(Q, STAGES)
-    k_s = make_tiles(K, STAGES * 2 * PIECES)
-    v_s = make_tiles(V, STAGES * 2 * PIECES)
+    k_s = make_tiles(K, STAGES * PIECES)
+    v_s = make_tiles(V, STAGES * PIECES)
     o_s = make_tiles(Out, STAGES)
     do_s = make_tiles(DOut, STAGES)
-    bias_s = make_tiles(Bias, 2 * PIECES)
+    bias_s = make_tiles(Bias, PIECES)
     dq_s = make_tiles(DQ, 1)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], Lse.layout)
-    sum_s = gl.allocate_shared_memory(gl.float32, [HALF, DIM], gl.NVMMASharedLayout(128, 32, rank=2))
-    full = make_barriers(STAGES, 3 + 4 * PIECES)
+    sum_s = gl.allocate_shared_memory(gl.float32, [DIM // 2, 2 * HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    full = make_barriers(STAGES, 3 + 2 * PIECES)
     empty = make_barriers(STAGES, 2)
-    bias_full = make_barriers(1, 2 * PIECES)
+    bias_full = make_barriers(1, PIECES)
     bias_empty = make_barriers(1, 2)
     dq_full = make_barriers(1, 1)
     dq_empty = make_barriers(1, 1)
@@ -381,7 +414,8 @@ def rows_launch(
         "EARLY": True, "PIECES": pieces, "STAGES": 4 if pieces == 2 else 2, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     tile = (n, dim)
-    blocks = {name: tile for name in ("Q", "K", "V", "Out", "DOut", "DQ")} | {"Lse": (n,), "Bias": (n, n)}
+    blocks = {name: tile for name in ("Q", "Out", "DOut", "DQ")} | {"Lse": (n,), "Bias": (n, BLOCK.value)}
+    blocks |= {"K": (BLOCK.value, dim), "V": (BLOCK.value, dim)}
     if staged:
         blocks["DBias"] = (n, n)
     launch = Launch(_rows_kernel, min(tiles * parts, call.device.sms), scalars, meta, _SPILL, blocks, parts)
