@@ -275,10 +275,10 @@ def _consumer(DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, sca
             i = slot(n, STAGES)
             k = k_s.index(i)
             wait_full(full, n, STAGES)
-            s = _product(q_s, k_s, i, 0, C)
-            dp = _product(do_s, v_s, i, 0, C)
             lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
+            s = _product(q_s, k_s, i, 0, C)
+            dp = _product(do_s, v_s, i, 0, C)
             s = warpgroup_mma_wait(1, deps=(s,))  # S, dP
             p = _probabilities(s, bias_low, lse, unit, EVEN_N)
             dp = warpgroup_mma_wait(0, deps=(dp,))  # dP

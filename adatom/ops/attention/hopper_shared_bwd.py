@@ -273,13 +273,13 @@ def _consumer(DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, s
                 q = q_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 do = do_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 lines = e_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
+                bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
                 s = _scores(k, q, ones_s.index(0), lines)
                 dp = _scores(v, do, ones_s.index(1), lines)
                 if part > 0:  # dV, dK, S twice, dP twice
                     s, dv, dk = warpgroup_mma_wait(2, deps=(s, dv, dk))
                 else:  # S twice, dP twice
                     s = warpgroup_mma_wait(2, deps=(s,))
-                bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
                 p = gl.exp2(s * unit + widened(bias) * LOG2E)
                 p16 = gl.convert_layout(p.to(do.dtype), OPERAND, assert_trivial=True)
                 dv = warpgroup_mma(p16, do, dv, is_async=True)

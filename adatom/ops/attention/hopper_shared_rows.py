@@ -258,6 +258,9 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
             wait_full(full, n, STAGES)
             q = q_s.index(i)
             do = do_s.index(i)
+            lse = lse_s.index(i).load(ROWS)
+            o16 = o_s.index(i).load(GRAD)
+            do16 = do.load(GRAD)
             s = _product(q, _piece_of(k_s, first, FIRST))
             dp = _product(do, _piece_of(v_s, first, FIRST))
             if C == 0:
@@ -267,9 +270,8 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
             b, h = _sharer(r, slice_batch, slice_head, counts, SHARED_HEADS)
             head = b * heads + h
             rows = m0 + gl.arange(0, HALF, ROWS)
-            lse = lse_s.index(i).load(ROWS)
             lse = gl.where((rows >= len_q) | (gl.maximum(lse, -lse) > FAR), float("inf"), lse * LOG2E)
-            delta = gl.sum(widened(o_s.index(i).load(GRAD), False) * widened(do.load(GRAD), False), 1)
+            delta = gl.sum(widened(o16, False) * widened(do16, False), 1)
             delta = gl.convert_layout(delta, ROWS)
             if DLSE:
                 delta -= gl.load(DLse + head.to(gl.int64) * len_q + rows, mask=rows < len_q, other=0.0)
