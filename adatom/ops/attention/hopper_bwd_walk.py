@@ -304,8 +304,6 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
                 wait_full(q_full, n, STAGES)
                 q = q_s.index(i).slice(0, PART, dim=0)
-                if LATE:  # ahead of the products: what reads shared memory waits in one queue with them
-                    lse = lse_s.index(i).slice(0, PART).load(QUERIES)
                 s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 if LATE:  # in the first turn there is nothing to add yet
                     if begun:
@@ -315,8 +313,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 do = do_s.index(i).slice(0, PART, dim=0)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 for part in gl.static_range(PARTS):
-                    if part > 0 or not LATE:
-                        lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
+                    lse = lse_s.index(i).slice(part * PART, PART).load(QUERIES)
                     if part > 0:  # dV, S, dK, dP
                         s, dv = warpgroup_mma_wait(2, deps=(s, dv))
                     elif LATE:  # S, dQ, dP
