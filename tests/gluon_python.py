@@ -28,7 +28,7 @@ class Tile(Shared):
 
     @property
     def flat(self) -> torch.Tensor:  # type: ignore[override]
-        return self.x.view(-1)
+        return self.x.reshape(-1)  # of 64 columns of a tile a copy, to be read: in shared memory they lie together
 
     def index(self, i: int) -> Tile:
         assert 0 <= i < len(self.x)

@@ -242,22 +242,22 @@ def rows(x: Any, o: Any, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tenso
     in_lent = min(slices * sharers, len(lines) // padded - 1)
     into: Any = Box(dbias, 64, 64) if staged else Pointer(dbias)
     places = [Pointer(t) for t in lines.split((in_lent * padded, len(lines) - in_lent * padded))]
-    boxes = [Box(t, 64, 32) for t in (x.q, x.k, x.v, out.to(HALF), dout)]
+    boxes = [Box(t, n, 32) for t, n in ((x.q, 64), (x.k, 128), (x.v, 128), (out.to(HALF), 64), (dout, 64))]
 
-    def write_line(at, rows, lse, delta, inverse):
-        at.x[at.at // 4 + rows] = torch.stack((lse * inverse, delta), 1).as_subclass(torch.Tensor)
+    def write_lines(at, m0, lse, delta, inverse):
+        at.x[at.at // 4 + m0 + torch.arange(64)] = torch.stack((lse * inverse, delta), 1).as_subclass(torch.Tensor)
 
     def roles(machine: Machine) -> dict[str, tuple[Any, ...]]:
-        machine.others = {"_write_line": write_line}  # type: ignore[attr-defined]
+        machine.others = {"_write_lines": write_lines}  # type: ignore[attr-defined]
         ring, stages = machine.barriers, 2
         tiles = (
-            *(shared(HALF, stages * m, 64, 32) for m in (1, 2 * n, 2 * n, 1, 1)), shared(F32, stages, 64),
-            shared(HALF, 2 * n, 64, 64), shared(HALF, 64, 32), shared(F32, 64, 32),
+            *(shared(HALF, stages * m, rows, 32) for m, rows in ((1, 64), (n, 128), (n, 128), (1, 64), (1, 64))),
+            shared(F32, stages, 64), shared(HALF, n, 64, 128), shared(HALF, 64, 32), shared(F32, 16, 128),
         )  # fmt: skip
         bars = (
-            ring(stages, 3 + 4 * n), ring(stages, 2), ring(1, 2 * n), ring(1, 2), ring(1, 1), ring(1, 1)
+            ring(stages, 3 + 2 * n), ring(stages, 2), ring(1, n), ring(1, 2), ring(1, 1), ring(1, 1)
         )  # fmt: skip
-        given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 64), Pointer(taken), several)
+        given = (*boxes, Box(lse.float().view(-1), 64), Box(x.bias, 64, 128), Pointer(taken), several)
         options = (tiles, bars, slices, counts)
         even = len_k % (128 * n) == 0
         names = machine.python()  # what the kernel asks for ahead of its producer
