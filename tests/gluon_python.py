@@ -25,10 +25,15 @@ class Tile(Shared):
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.shape, self.dtype = x, list(x.shape), x.dtype
+        self.layout = None
 
     @property
     def flat(self) -> torch.Tensor:  # type: ignore[override]
-        return self.x.reshape(-1)  # of 64 columns of a tile a copy, to be read: in shared memory they lie together
+        return self.x.reshape(-1)  # of `Halves` a copy, to be read
+
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        assert (dtype, shape) == (self.dtype, [2 * self.shape[0], self.shape[1], self.shape[2] // 2])
+        return Halves(self.x)
 
     def index(self, i: int) -> Tile:
         assert 0 <= i < len(self.x)
@@ -46,6 +51,16 @@ class Tile(Shared):
     def store(self, x: torch.Tensor) -> None:
         assert x.dtype == self.dtype
         self.x.copy_(x)
+
+
+class Halves:
+    """Tiles of 128 columns as twice as many of 64: in shared memory one lies after the other."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.width = x, x.shape[2] // 2
+
+    def index(self, i: int) -> Tile:
+        return Tile(self.x[i // 2].narrow(1, i % 2 * self.width, self.width))
 
 
 def shared(dtype: torch.dtype, *shape: int) -> Tile:

@@ -7,10 +7,10 @@ stays in registers while a producer warp brings q, k, dO and v of one sharer aft
 left operand of dQ.
 
 The tiles of the same queries are a chain of programs, which run at once. Each adds its piece of dQ of a sharer to
-what the one before it handed on in memory, and the last one writes dQ. TMA adds there, in turn, so that only the
-consumers of the last one wait for the programs before. What is handed on goes round in a ring that stays in L2: its
-first program waits for the last one to free places. So there is no sum of dQ in memory, and all results
-repeat bit for bit. Programs are numbered as they begin, so that a kernel waits with one chain at the most for
+what the one before it handed on in memory, and the last one writes dQ. TMA adds there, in turn, so that consumers wait
+for the programs before only where they are the last one's, or a piece late. What is handed on goes round in a ring that
+stays in L2: its first program waits for the last one to free places. So there is no sum of dQ in memory, and all
+results repeat bit for bit. Programs are numbered as they begin, so that a kernel waits with one chain at the most for
 multiprocessors that others have; `limits` allows no chain of more than a quarter of them. Where tiles are too few for
 the GPU, several programs share the sum of dbias, each of them with one tile; the last waits for the others' parts.
 """
@@ -303,7 +303,7 @@ def _consumer(DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, sca
             before = handed.load(x.type.layout)
             x += gl.where((n0 > 0) & (n0 + BLOCK >= len_k), before, 0.0)
             handed.store(x)
-            wait_empty(out_empty, n, 1)
+            wait_empty(out_empty, n, 1)  # others than the last wait here, too, for their piece before: it helps
             out_s.index(C).store((in_lines(x) * scale).to(out_s.dtype))  # the last one's are dQ
             fence_async_shared()
             release(dq_done, n, DQ_STAGES)

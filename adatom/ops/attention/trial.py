@@ -372,6 +372,8 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("bf16 128 one tile of 64", 264, 4, 2, 64, 64, 128, 128, BF16),
     Case("f16 96 one tile, window", 264, 4, 4, 100, 64, 96, 96, F16, window=(30, 20)),
     Case("bf16 32 whole heads", 64, 4, 4, 384, 384, 32, 32, BF16, bias="1hqk"),
+    Case("bf16 32 whole heads, one part", 8, 16, 16, 384, 384, 32, 32, BF16, bias="1hqk"),
+    Case("f16 32 whole heads of 380, one part", 8, 16, 16, 380, 380, 32, 32, F16, bias="1hqk"),
     Case("bf16 32 rows of 256", 256, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk"),
     Case("f16 24 rows of 360", 64, 4, 4, 300, 360, 24, 32, F16, bias="11qk"),
     Case("bf16 32 rows", 64, 4, 4, 512, 512, 32, 32, BF16, bias="1hqk"),
