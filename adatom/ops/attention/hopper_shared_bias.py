@@ -275,6 +275,7 @@ def _consumer(DBias, Handed, Done, tiles, bars, dq_bars, me, slices, counts, sca
             i = slot(n, STAGES)
             k = k_s.index(i)
             wait_full(full, n, STAGES)
+            # ahead of the products: reads of shared memory queue behind them
             lse = lse_s.index(i).slice(C * HALF, HALF).load(ROWS)
             delta = delta_s.index(i).slice(C * HALF, HALF).load(ROWS)
             s = _product(q_s, k_s, i, 0, C)

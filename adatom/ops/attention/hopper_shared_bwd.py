@@ -273,6 +273,7 @@ def _consumer(DK, DV, Parts, DBias, Taken, sums, stretch, tiles, bars, counts, s
                 q = q_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 do = do_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
                 lines = e_s.index(i * SHARERS + C).slice(part * PART, PART, dim=0)
+                # ahead of the products: reads of shared memory queue behind them
                 bias = bias_s.index(i).slice(part * PART, PART, dim=0).permute((1, 0)).load(S)
                 s = _scores(k, q, ones_s.index(0), lines)
                 dp = _scores(v, do, ones_s.index(1), lines)

@@ -131,7 +131,8 @@ def _piece_of(tiles, first, J: gl.constexpr):
 
 @gluon.jit
 def _bias_of(tiles, J: gl.constexpr):
-    """The bias of 64 keys, number J: a tile of 128 columns is two of 64, one after the other."""
+    """The bias of 64 keys, number J: a tile of 128 columns is two of 64, one after the other. No slice: what is stored
+    as a box (`as_box`) must not be one under Triton 3.8."""
     return tiles.reinterpret(tiles.dtype, [2 * tiles.shape[0], HALF, HALF], tiles.layout).index(J)
 
 
@@ -258,7 +259,7 @@ def _consumer(DLse, E, Rest, DBias, Parts, DQ, tiles, bars, slices, in_lent, cou
             wait_full(full, n, STAGES)
             q = q_s.index(i)
             do = do_s.index(i)
-            lse = lse_s.index(i).load(ROWS)
+            lse = lse_s.index(i).load(ROWS)  # ahead of the products: reads of shared memory queue behind them
             o16 = o_s.index(i).load(GRAD)
             do16 = do.load(GRAD)
             s = _product(q, _piece_of(k_s, first, FIRST))
