@@ -8,8 +8,8 @@ from adatom.ops.attention.api import attention, attention_varlen
 from adatom.ops.gated.api import geglu, mlp, swiglu
 from adatom.ops.linear.api import linear
 from adatom.ops.moe.api import moe, moe_routed
-from adatom.ops.moe.routing import expert_counts, load_balancing_loss, moe_route
 from adatom.ops.norm.api import layer_norm, rms_norm
+from adatom.ops.route.api import expert_counts, load_balancing_loss, moe_route
 from adatom.registry import explain
 
 __version__ = "0.1.0"

@@ -13,8 +13,8 @@ from adatom.ops.attention.api import options_of as attention_options
 from adatom.ops.gated.api import mlp
 from adatom.ops.linear.api import linear, options_of
 from adatom.ops.moe.api import moe_routed
-from adatom.ops.moe.routing import check_routing, moe_route, within_capacity
 from adatom.ops.norm.api import layer_norm, rms_norm
+from adatom.ops.route.api import check_routing, moe_route, within_capacity
 
 
 class Attention(nn.Module):

@@ -20,6 +20,7 @@ from adatom.ops.attention import limits as attention
 from adatom.ops.linear import limits as linear
 from adatom.ops.moe import limits as moe
 from adatom.ops.norm import limits as norm
+from adatom.ops.route import limits as route
 from adatom.tiles.first import prepare
 
 log = logging.getLogger("adatom")
@@ -116,6 +117,12 @@ ROWS: tuple[Row, ...] = (
     Row("norm_bwd", "triton", "norm.triton_bwd:backward", norm.triton),
     Row("norm_bwd", "torch", "norm.torch_norm:backward", norm.torch),
     Row("norm_bwd", "reference", "norm.reference:backward", norm.reference),
+    Row("route_fwd", "triton", "route.triton_route:forward", route.triton),
+    Row("route_fwd", "torch", "route.reference:forward", route.torch_route),
+    Row("route_fwd", "reference", "route.reference:forward", route.reference),
+    Row("route_bwd", "triton", "route.triton_route:backward", route.triton),
+    Row("route_bwd", "torch", "route.reference:backward", route.torch_route),
+    Row("route_bwd", "reference", "route.reference:backward", route.reference),
 )
 
 PASSES: dict[str, tuple[str, ...]] = {
@@ -124,13 +131,14 @@ PASSES: dict[str, tuple[str, ...]] = {
     "gated": ("gated_fwd", "gated_bwd"),
     "moe": ("moe_fwd", "moe_bwd"),
     "norm": ("norm_fwd", "norm_bwd"),
+    "route": ("route_fwd", "route_bwd"),
 }
 
 
 # public functions that have not their op's name
 PUBLIC = {
     "attention_varlen": "attention", "swiglu": "gated", "geglu": "gated", "rms_norm": "norm", "layer_norm": "norm",
-    "moe_routed": "moe",
+    "moe_routed": "moe", "moe_route": "route",
 }  # fmt: skip
 
 
@@ -240,7 +248,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel would run for a call of `op` with these arguments, pass by pass, and why each faster one would not.
 
     op: the name of the public function: "attention", "attention_varlen", "linear", "swiglu", "geglu", "rms_norm",
-    "layer_norm", "moe" or "moe_routed". No kernel runs (`moe` routes).
+    "layer_norm", "moe", "moe_routed" or "moe_route". No kernel runs (`moe` routes).
     Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, and whatever the call
     itself would raise for bad arguments.
 

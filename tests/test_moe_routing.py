@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adatom
 from adatom.nn import MoE
-from adatom.ops.moe.routing import expert_counts
+from adatom.ops.route.api import expert_counts
 
 F64 = torch.float64
 

@@ -13,8 +13,8 @@ from adatom.ops.linear.api import options_of
 from adatom.ops.linear.problem import rows_of
 from adatom.ops.moe.op import moe_fwd
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
-from adatom.ops.moe.routing import moe_route
 from adatom.ops.moe.torch_moe import differentiable
+from adatom.ops.route.api import moe_route
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,23 +1,25 @@
-"""Which experts a token goes to, with which weights, in differentiable PyTorch and without host synchronisation."""
+"""Which experts a token goes to: moe_route() and what goes with it, without host synchronisation."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from adatom.check import finite, require, require_dense, whole
-from adatom.ops.moe.problem import Tensor, inverse_of, plan
-
-SCORINGS = ("softmax", "sigmoid")
-_NONE = 1e-20  # keeps sums of scores that are all 0 from dividing 0 by 0
+from adatom.check import finite, require, require_dense, require_operators, whole
+from adatom.ops.moe.problem import inverse_of, plan
+from adatom.ops.route import reference
+from adatom.ops.route.op import flat, route_fwd
+from adatom.ops.route.problem import SCORINGS, Options, Problem, Tensor, problem, wide_dtype
 
 
 def moe_route(
     router_logits: Tensor, top_k: int, *, scoring: str = "softmax", renormalize: bool = True,
     selection_bias: Tensor | None = None, groups: tuple[int, int] | tuple[int, int, int] | None = None,
-    scale: float | Tensor = 1.0, capacity: int | None = None,
+    scale: float | Tensor = 1.0, capacity: int | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weights and indices of the top_k experts of each token, as `moe_routed` takes them.
 
@@ -34,47 +36,81 @@ def moe_route(
         scale: multiplies the weights, after renormalizing; a number, or a floating tensor of shape ().
         capacity: an expert takes at most this many pairs of a token and an expert, the first in the order of tokens;
             the others are dropped: their index is `experts`, their weight 0. A token's other weights stay as they are.
+        backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
 
     Returns:
         weights (..., top_k), float32 (float64 of float64), differentiable with respect to router_logits to any order;
-        and indices (..., top_k), int64, the largest score first. Ties are broken as torch.topk breaks them. A logit of
-        -inf is a score of 0. Weights are NaN where the scores of the chosen are: with "softmax", all of a token with a
-        logit of NaN or +inf, or with none but -inf; and, renormalized, where all chosen logits are -inf, as a selection
-        bias may choose them.
+        and indices (..., top_k), int64, the largest score first; of equals, the lower index. Without a selection bias
+        and groups, logits are compared, which scores in float32 may round to equals. A logit of -inf is a score of 0.
+        Weights are NaN where the scores of the chosen are: with "softmax", all of a token with a logit of NaN or +inf,
+        or with none but -inf; and, renormalized, where all chosen logits are -inf, as a selection bias may choose them.
 
     Raises:
         ValueError, TypeError: what does not fit; the message prints it.
+        NotImplementedError: the backend that was asked for does not take this problem; the message says why.
 
     Source: Shazeer et al., arXiv:1701.06538; capacity: Fedus et al., arXiv:2101.03961; the selection bias: Wang et al.,
     arXiv:2408.15664; groups: DeepSeek-V3, arXiv:2412.19437, and with best=1 DeepSeek-V2, arXiv:2405.04434.
     """
-    _check_logits(router_logits)
-    experts = router_logits.shape[-1]
-    check_routing(experts, top_k, scoring, groups, scale, capacity)
-    scores = _scores(router_logits, scoring)
-    choice = scores.detach()
-    if selection_bias is not None:
-        fits = isinstance(selection_bias, Tensor) and selection_bias.shape == (experts,)
-        require(
-            fits and selection_bias.device == router_logits.device, "selection_bias (experts,), on the logits' device",
-            selection_bias=selection_bias, router_logits=router_logits,
-        )  # fmt: skip
-        choice = choice + selection_bias.detach().to(choice.dtype)
-    if groups is not None:
-        choice = _within_groups(choice, groups)
-    indices = choice.topk(top_k, dim=-1).indices
-    weights = scores.gather(-1, indices)
-    if renormalize and scoring == "softmax":  # not by their sum, which may be as small as nothing
-        chosen = router_logits.gather(-1, indices).to(scores.dtype)
-        weights = torch.softmax(chosen + weights.detach().clamp(max=0), -1)  # NaN where the scores are
-    elif renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + _NONE)
-    if isinstance(scale, Tensor) or scale != 1.0:
+    given = _checked(router_logits, top_k, scoring, renormalize, selection_bias, groups, scale, capacity)
+    logits, o = given.logits, given.options
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        require_operators(backend, "in forward mode and under torch.func")
+        weights, indices = reference.forward(logits, given.bias, o)
+    else:
+        weights, indices = route_fwd(logits, given.bias, *flat(o), backend)
+    shape = (*router_logits.shape[:-1], o.top_k)
+    weights, indices = weights.view(shape), indices.view(shape)
+    if isinstance(scale, Tensor):
         weights = weights * scale
     if capacity is not None:
+        experts = router_logits.shape[-1]
         kept = within_capacity(indices, experts, capacity)
         indices, weights = torch.where(kept, indices, experts), torch.where(kept, weights, 0)
     return weights, indices
+
+
+class Given(NamedTuple):
+    """What a launcher gets: logits (tokens, experts), the selection bias in their wide dtype, and the options."""
+
+    logits: Tensor
+    bias: Tensor | None
+    options: Options
+
+
+def _checked(
+    router_logits: Any, top_k: Any, scoring: Any, renormalize: Any, selection_bias: Any, groups: Any, scale: Any,
+    capacity: Any,
+) -> Given:  # fmt: skip
+    """The logits as a matrix, the bias, and the options, checked. A scale that is a tensor is not among them."""
+    _check_logits(router_logits)
+    experts = router_logits.shape[-1]
+    check_routing(experts, top_k, scoring, groups, scale, capacity)
+    bias = selection_bias
+    if bias is not None:
+        fits = isinstance(bias, Tensor) and bias.shape == (experts,) and bias.device == router_logits.device
+        require(
+            fits, "selection_bias (experts,), on the logits' device", selection_bias=bias, router_logits=router_logits
+        )
+        bias = bias.detach().to(wide_dtype(router_logits.dtype))
+    n, kept, best = (0, 0, 0) if groups is None else (int(g) for g in (*groups, 2)[:3])
+    by = 1.0 if isinstance(scale, Tensor) else float(scale)
+    o = Options(int(top_k), scoring, bool(renormalize), (n, kept, best), by, bias is not None)
+    return Given(router_logits.reshape(-1, experts), bias, o)
+
+
+def inputs_of(*args: Any, **kwargs: Any) -> Given:
+    """What kernels get for `moe_route(*args, **kwargs)`."""
+    bound = inspect.signature(moe_route).bind(*args, **kwargs)
+    bound.apply_defaults()
+    *rest, _ = bound.arguments.values()
+    return _checked(*rest)
+
+
+def problem_of(*args: Any, **kwargs: Any) -> tuple[Problem, str | None]:
+    """The problem that `moe_route(*args, **kwargs)` poses, and `backend`."""
+    given, bound = inputs_of(*args, **kwargs), inspect.signature(moe_route).bind(*args, **kwargs)
+    return problem(given.logits, given.options), bound.arguments.get("backend")
 
 
 def load_balancing_loss(
@@ -113,9 +149,9 @@ def load_balancing_loss(
             mask=mask,
         )  # fmt: skip
         router_logits = torch.where(mask[..., None], router_logits, 0)  # NaN there must not reach a gradient
-    probabilities = _scores(router_logits, scoring)
+    probabilities = reference.scores_of(router_logits, scoring)
     if scoring == "sigmoid":
-        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + _NONE)
+        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + reference.NONE)
     experts = router_logits.shape[-1]
     tokens = probabilities.new_full((), math.prod(lead))
     if mask is not None:
@@ -186,22 +222,6 @@ def _check_groups(experts: int, top_k: int, groups: Any) -> None:
         top_k <= kept * (experts // n), "no more experts for a token than its groups have", top_k=top_k, groups=groups,
         experts=experts,
     )  # fmt: skip
-
-
-def _scores(logits: Tensor, scoring: str) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.sigmoid() if scoring == "sigmoid" else torch.softmax(wide, -1)
-
-
-def _within_groups(choice: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """-inf for the experts of all but the chosen groups, where nothing is as low as that: nor do groups with a barred
-    expert, or their sums, count as little as those with none but such."""
-    n, kept, best = (*groups, 2)[:3]
-    size = choice.shape[-1] // n
-    apart = choice.unflatten(-1, (n, size)).clamp(min=torch.finfo(choice.dtype).min / size)
-    sums = apart.topk(min(best, size), dim=-1).values.sum(-1)
-    chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(kept, dim=-1).indices, True)
-    return torch.where(chosen[..., None], apart, -torch.inf).flatten(-2)
 
 
 def within_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:

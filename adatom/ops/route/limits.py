@@ -1,0 +1,37 @@
+"""Which problems each backend of routing takes: None, or the reason in words."""
+
+from __future__ import annotations
+
+import torch
+
+from adatom.ops.route.problem import Problem
+
+
+def reference(p: Problem) -> str | None:
+    """PyTorch's operators: everything."""
+    return None
+
+
+def torch_route(p: Problem) -> str | None:
+    """The same, which is no slower than any other way with PyTorch's operators."""
+    return None
+
+
+def triton(p: Problem) -> str | None:
+    """The Triton kernel: sm_80 and later, a token's experts in the registers of one warp."""
+    n, _, best = p.options.groups
+    if p.device.kind == "cpu":
+        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
+    if p.device.kind == "cuda" and p.device.arch < 80:
+        return f"needs sm_80 or later; this is sm_{p.device.arch}"
+    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if not p.tokens:
+        return "does not take empty tensors"
+    if p.experts > 1024 or p.options.top_k > 32:
+        return f"takes up to 1024 experts and a top_k of up to 32; got {p.experts} and {p.options.top_k}"
+    if n and (p.experts & (p.experts - 1) or n & (n - 1)):
+        return f"takes groups of powers of two; got {p.experts} experts in {n}"
+    if best > 8:
+        return f"adds up to 8 scores of a group; got {best}"
+    return None
