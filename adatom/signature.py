@@ -42,6 +42,31 @@ def watched() -> bool:
     return bool(changed or torch._C._get_tracing_state() is not None)
 
 
+def remembered(plans: dict[Any, Any], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(plan, key) of a call that wants no gradient, by the signature of its tensors (some may be None) and options.
+
+    plan: of an earlier call like it, or None. key: by which to keep one; None for a call that goes the long way.
+    """
+    if watched() or not all(x is None or isinstance(x, torch.Tensor) for x in tensors):
+        return None, None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return None, None
+    key = signature(tensors)
+    if key is None:
+        return None, None
+    try:
+        return plans.get((key, options)), (key, options)
+    except TypeError:  # an option that is no option, of which checks will speak
+        return None, None
+
+
+def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
+    """Keep a plan; sizes that never repeat must not fill the memory."""
+    if len(plans) >= 4096:
+        plans.clear()
+    plans[key] = plan
+
+
 def signature(args: tuple[Any, ...], cpu: bool = False) -> tuple[Any, ...] | None:
     """All that a choice of kernel and its launch depend on, hashable; None unless all tensors are plain, on a GPU, or
     if `cpu` on a CPU."""

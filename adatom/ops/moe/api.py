@@ -11,11 +11,13 @@ from torch.autograd import forward_ad
 from adatom.check import require, require_dense, require_operators
 from adatom.ops.linear.api import options_of
 from adatom.ops.linear.problem import rows_of
-from adatom.ops.moe.op import moe_fwd
+from adatom.ops.moe.op import moe_fwd, planned
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
 from adatom.ops.moe.torch_moe import differentiable
 from adatom.ops.route.api import moe_route
+from adatom.signature import remember, remembered
 
+_plans: dict[Any, Any] = {}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -75,7 +77,13 @@ def moe_routed(
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message prints them.
         NotImplementedError: no kernel, or not the one asked for, takes this problem; the message lists the reasons.
     """
+    plan, key = remembered(_plans, (x, weights, indices, w_gate_up, w_down), (activation, backend))
+    if plan is not None:
+        inputs = Inputs(rows_of(x), rows_of(weights), rows_of(indices), w_gate_up, w_down)
+        return plan(inputs).view(x.shape)
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
+    if key is not None:
+        remember(_plans, key, planned(given, *o, backend))
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
         require_operators(backend, "in forward mode")
         return differentiable(given, o).view(shape)

@@ -12,8 +12,11 @@ from torch.autograd import forward_ad
 from adatom.check import finite, require, require_dense, require_operators, whole
 from adatom.ops.moe.problem import inverse_of, plan
 from adatom.ops.route import reference
-from adatom.ops.route.op import flat, route_fwd
+from adatom.ops.route.op import flat, planned, route_fwd
 from adatom.ops.route.problem import SCORINGS, Options, Problem, Tensor, problem, wide_dtype
+from adatom.signature import remember, remembered
+
+_plans: dict[Any, Any] = {}
 
 
 def moe_route(
@@ -52,8 +55,18 @@ def moe_route(
     Source: Shazeer et al., arXiv:1701.06538; capacity: Fedus et al., arXiv:2101.03961; the selection bias: Wang et al.,
     arXiv:2408.15664; groups: DeepSeek-V3, arXiv:2412.19437, and with best=1 DeepSeek-V2, arXiv:2405.04434.
     """
+    groups = tuple(groups) if isinstance(groups, list) else groups
+    options = top_k, type(top_k), scoring, renormalize, groups, scale, capacity, backend
+    simple = capacity is None and not isinstance(scale, Tensor)
+    plan, key = remembered(_plans, (router_logits, selection_bias), options) if simple else (None, None)
+    if plan is not None:
+        shape = (*router_logits.shape[:-1], top_k)
+        weights, indices = plan(router_logits.reshape(-1, router_logits.shape[-1]), selection_bias)
+        return weights.view(shape), indices.view(shape)
     given = _checked(router_logits, top_k, scoring, renormalize, selection_bias, groups, scale, capacity)
     logits, o = given.logits, given.options
+    if key is not None and (selection_bias is None or selection_bias.dtype == wide_dtype(logits.dtype)):
+        remember(_plans, key, planned(logits, o, backend))
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         require_operators(backend, "in forward mode and under torch.func")
         weights, indices = reference.forward(logits, given.bias, o)

@@ -77,8 +77,8 @@ def forward(logits: Tensor, selection_bias: Tensor | None, o: Options) -> tuple[
 def backward(logits: Tensor, indices: Tensor, dweights: Tensor, o: Options) -> tuple[Tensor]:
     """dlogits in their dtype; differentiable in turn with respect to logits and dweights.
 
-    With v the gradients of the weights w, a softmax gives w (v - sum w v) to the logits that it is of, all or the chosen;
-    a sigmoid s gives s (1 - s) v, of which v is (v - sum w v) / S first where the weights were divided by their sum S.
+    With v the gradients of the weights w, a softmax gives w (v - sum w v) to the logits that it is of, all or the
+    chosen; a sigmoid s gives s (1 - s) v, where v becomes (v - sum w v) / S first if s was divided by their sum S.
     """
     wide, v = logits.to(wide_dtype(logits.dtype)), dweights * o.scale
     zeros = torch.zeros_like(wide)
