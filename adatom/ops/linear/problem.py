@@ -93,5 +93,7 @@ def problem(x: Inputs, o: Options, recompute: bool = False) -> Problem:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x (..., features) as a matrix: a view where its strides allow."""
+    """x (..., features) as a matrix: x itself if it is one, a view where its strides allow."""
+    if x.dim() == 2:
+        return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # torch.Size.numel would fix what is dynamic

@@ -80,7 +80,8 @@ def moe_routed(
     plan, key = remembered(_plans, (x, weights, indices, w_gate_up, w_down), (activation, backend))
     if plan is not None:
         inputs = Inputs(rows_of(x), rows_of(weights), rows_of(indices), w_gate_up, w_down)
-        return plan(inputs).view(x.shape)
+        out = plan(inputs)
+        return out if x.dim() == 2 else out.view(x.shape)
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
     if key is not None:
         remember(_plans, key, planned(given, *o, backend))

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from adatom.check import finite, require, require_dense, require_operators, whole
+from adatom.ops.linear.problem import rows_of
 from adatom.ops.moe.problem import inverse_of, plan
 from adatom.ops.route import reference
 from adatom.ops.route.op import flat, planned, route_fwd
@@ -60,8 +61,10 @@ def moe_route(
     simple = capacity is None and not isinstance(scale, Tensor)
     plan, key = remembered(_plans, (router_logits, selection_bias), options) if simple else (None, None)
     if plan is not None:
+        weights, indices = plan(rows_of(router_logits), selection_bias)
+        if router_logits.dim() == 2:
+            return weights, indices
         shape = (*router_logits.shape[:-1], top_k)
-        weights, indices = plan(router_logits.reshape(-1, router_logits.shape[-1]), selection_bias)
         return weights.view(shape), indices.view(shape)
     given = _checked(router_logits, top_k, scoring, renormalize, selection_bias, groups, scale, capacity)
     logits, o = given.logits, given.options
@@ -109,7 +112,7 @@ def _checked(
     n, kept, best = (0, 0, 0) if groups is None else (int(g) for g in (*groups, 2)[:3])
     by = 1.0 if isinstance(scale, Tensor) else float(scale)
     o = Options(int(top_k), scoring, bool(renormalize), (n, kept, best), by, bias is not None)
-    return Given(router_logits.reshape(-1, experts), bias, o)
+    return Given(rows_of(router_logits), bias, o)
 
 
 def inputs_of(*args: Any, **kwargs: Any) -> Given:
