@@ -498,3 +498,26 @@ def test_a_backward_inside_autocast():
     with torch.autocast("cpu"):
         out.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_calls_without_gradients_are_remembered(monkeypatch):
+    monkeypatch.setattr("adatom.signature.ANY_DEVICE", True)
+    monkeypatch.setattr("adatom.ops.linear.api._plans", plans := {})
+    x, weight, bias = torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(6)
+    for _ in range(2):
+        for n, options in enumerate(({}, {"activation": "gelu"}, {"precision": "ieee"}), 1):
+            got = adatom.linear(x, weight, bias, **options)
+            torch.testing.assert_close(got, adatom.linear(x, weight.clone().requires_grad_(), bias, **options).detach())
+            assert got.shape == (2, 3, 6) and len(plans) >= n
+        assert torch.equal(adatom.swiglu(x, weight), adatom.swiglu(x, weight[:3], weight[3:]))
+        assert adatom.mlp(x[0, 0], weight[:3], weight[3:], weight[:, :3]).shape == (6,)
+    found = len(plans)
+    assert found == 7  # linear thrice, swiglu twice, both products of mlp
+    adatom.linear(x, weight, torch.randn(12)[::2])  # which is copied
+    adatom.linear(x, weight, weight_grad=torch.zeros(6, 8))
+    assert len(plans) == found
+    for wrong in ({"activation": "tanh"}, {"activation": ["gelu"]}, {"precision": "fp8"}, {"backend": "none"}):
+        with pytest.raises(ValueError, match="adatom"):
+            adatom.linear(x, weight, bias, **wrong)
+    with pytest.raises(TypeError, match="tensors"):
+        adatom.linear(x, weight, [1.0] * 6)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from adatom.check import require, supplied
-from adatom.ops.linear.api import _checked, call, linear
+from adatom.ops.linear.api import _checked, checked_call, linear
 from adatom.ops.linear.problem import Inputs, Options, Problem, problem, rows_of
 
 
@@ -84,8 +84,7 @@ def mlp(
 
 
 def _gated(x: Any, gate: Any, up: Any, activation: str, recompute: bool, precision: Any, backend: Any) -> torch.Tensor:
-    x, gate, up, _, o = _checked(x, gate, up, None, activation, True, precision)
-    return call(x, gate, up, None, o, backend, recompute)
+    return checked_call((x, gate, up, None), activation, True, recompute, precision, backend)
 
 
 def _gelu(approximate: str) -> str:

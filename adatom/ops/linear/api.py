@@ -12,7 +12,9 @@ from adatom.check import require, require_dense, require_operators, supplied
 from adatom.ops.linear import op
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 from adatom.ops.linear.torch_linear import differentiable
+from adatom.signature import remember, remembered
 
+_plans: dict[Any, Any] = {}
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -57,25 +59,38 @@ def linear(
 
     Source: GELU: Hendrycks and Gimpel, arXiv:1606.08415; SiLU: Elfwing et al., arXiv:1702.03118.
     """
+    if weight_grad is None:
+        return checked_call((x, weight, None, bias), activation, False, recompute, precision, backend)
     given = weight  # autocast casts it
     x, weight, _, bias, o = _checked(x, weight, None, bias, activation, False, precision)
-    if weight_grad is not None:
-        fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
-        require(
-            fits
-            and weight_grad.is_contiguous()
-            and weight_grad.shape == weight.shape
-            and weight_grad.device == x.device,
-            "weight_grad as a contiguous float32 tensor like weight, on x's device",
-            weight=weight,
-            weight_grad=weight_grad,
-        )
-        require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
-        require(given.is_leaf, "with weight_grad, a weight that is a leaf: what it is made of would get no gradient")
-    return call(x, weight, None, bias, o, backend, recompute, weight_grad)
+    fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
+    require(
+        fits and weight_grad.is_contiguous() and weight_grad.shape == weight.shape and weight_grad.device == x.device,
+        "weight_grad as a contiguous float32 tensor like weight, on x's device",
+        weight=weight,
+        weight_grad=weight_grad,
+    )
+    require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
+    require(given.is_leaf, "with weight_grad, a weight that is a leaf: what it is made of would get no gradient")
+    return _call(x, weight, None, bias, o, backend, recompute, weight_grad)
 
 
-def call(
+def checked_call(
+    tensors: tuple[Any, Any, Any, Any], activation: Any, gated: bool, recompute: bool, precision: Any, backend: Any
+) -> torch.Tensor:
+    """The layer on x, weight, up and bias, without checks if a call like it, which wanted no gradient, was checked."""
+    x = tensors[0]
+    plan, key = remembered(_plans, tensors, (activation, gated, precision, backend))
+    if plan is not None:
+        out: torch.Tensor = plan(Inputs(rows_of(x), *tensors[1:]))
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+    x, weight, up, bias, o = _checked(*tensors, activation, gated, precision)
+    if key is not None and bias is tensors[3]:  # a plan copies nothing
+        remember(_plans, key, op.planned(Inputs(rows_of(x), weight, up, bias), o, backend))
+    return _call(x, weight, up, bias, o, backend, recompute)
+
+
+def _call(
     x: torch.Tensor,
     weight: torch.Tensor,
     up: torch.Tensor | None,

@@ -47,6 +47,12 @@ def _launch(which: str, x: Inputs, o: Options, backend: str | None, *rest: Any) 
     return found
 
 
+def planned(x: Inputs, o: Options, backend: str | None) -> Any:
+    """A function of inputs like these, without gradients, for which the choice of a kernel is made."""
+    launch = load(choose("gated_fwd" if o.gated else "linear_fwd", problem(x, o), backend).target)
+    return lambda inputs: on_device(launch, inputs.x, inputs, o, False)[0]
+
+
 def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
     x, o, backend = _taken(args[:8])
     out, pre = _launch("fwd", x, o, backend, args[8])
