@@ -47,8 +47,11 @@ def test_contenders_take_turns() -> None:
 
         return step
 
-    timing.interleave({name: job(name) for name in "abc"}, timing.Clock(CPU), most=3, warmup=1)
-    assert "".join(order) == "abc" * 4  # one to warm up, three that count
+    timing.interleave({name: job(name) for name in "abc"}, timing.Clock(CPU), milliseconds=1e4, most=40, warmup=1)
+    assert order[:3] == list("abc")  # to warm up
+    rounds = ["".join(order[i : i + 3]) for i in range(3, len(order), 3)]
+    assert len(rounds) == 40 and {"".join(sorted(r)) for r in rounds} == {"abc"}
+    assert len(set(rounds)) == 6  # nobody always comes after the same one
 
 
 def test_a_failing_job_is_reported_and_the_others_go_on() -> None:
