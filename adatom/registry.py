@@ -118,7 +118,7 @@ ROWS: tuple[Row, ...] = (
     Row("norm_bwd", "torch", "norm.torch_norm:backward", norm.torch),
     Row("norm_bwd", "reference", "norm.reference:backward", norm.reference),
     Row("route_fwd", "triton", "route.triton_route:forward", route.triton),
-    Row("route_fwd", "torch", "route.reference:forward", route.torch_route),
+    Row("route_fwd", "torch", "route.torch_route:forward", route.torch_route),
     Row("route_fwd", "reference", "route.reference:forward", route.reference),
     Row("route_bwd", "triton", "route.triton_route:backward", route.triton),
     Row("route_bwd", "torch", "route.reference:backward", route.torch_route),

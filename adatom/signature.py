@@ -42,7 +42,7 @@ def watched() -> bool:
     return bool(changed or torch._C._get_tracing_state() is not None)
 
 
-def remembered(plans: dict[Any, Any], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+def recall(plans: dict[Any, Any], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """(plan, key) of a call that wants no gradient, by the signature of its tensors (some may be None) and options.
 
     plan: of an earlier call like it, or None. key: by which to keep one; None for a call that goes the long way.
@@ -51,7 +51,7 @@ def remembered(plans: dict[Any, Any], tensors: tuple[Any, ...], options: tuple[A
         return None, None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None, None
-    key = signature(tensors)
+    key = signature(tensors, cpu=True)
     if key is None:
         return None, None
     try:

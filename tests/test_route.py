@@ -15,7 +15,7 @@ from adatom import signature, verify
 from adatom.compile import DEVICES
 from adatom.device import pretend
 from adatom.ops.moe import api as moe_api
-from adatom.ops.route import api, cases, reference, trial
+from adatom.ops.route import api, cases, reference, torch_route, trial
 from adatom.ops.route.op import flat, route_fwd
 from adatom.ops.route.problem import Options
 from adatom.registry import Row, choose, rows
@@ -44,18 +44,18 @@ from adatom.ops.route.problem import Options
 warnings.simplefilter("ignore", RuntimeWarning)  # of infinities, which the interpreter leaves to numpy
 torch.manual_seed(0)
 logits = torch.randn(8, 8)
-logits[0, 3], logits[1, 2], logits[2], logits[3, :6] = torch.nan, torch.inf, -torch.inf, -torch.inf
-logits[4] = torch.tensor([0.0, -0.0, 1, 1, -1, 1, 0, 0])  # -0 is 0, and of equals the first comes first
+logits[0, 6], logits[1, 7], logits[2], logits[3, :6] = torch.nan, torch.inf, -torch.inf, -torch.inf
+logits[4] = torch.tensor([-0.0, 0.0, 1, 1, -1, 1, 0, 0])  # -0 is 0, and of equals the first comes first
 logits[5, 1::2] = -torch.nan
 for scoring, renormalize, biased, groups in (
     ("softmax", True, False, (0, 0, 0)), ("softmax", False, False, (0, 0, 0)), ("sigmoid", True, False, (0, 0, 0)),
     ("sigmoid", False, True, (0, 0, 0)), ("softmax", True, True, (0, 0, 0)), ("softmax", True, False, (4, 2, 2)),
-    ("sigmoid", True, True, (2, 1, 1)), ("sigmoid", True, False, (4, 4, 8)),
+    ("sigmoid", True, True, (4, 3, 2)), ("sigmoid", True, False, (4, 4, 8)), ("sigmoid", True, True, (2, 1, 1)),
 ):
     o = Options(4, scoring, renormalize, groups, 1.5, biased)
     bias = torch.linspace(1, -1, 8) if biased else None
     if biased:
-        bias[5] = -torch.inf
+        bias[2:6] = -torch.inf
     got, want = triton_route.forward(logits, bias, o), reference.forward(logits, bias, o)
     nan = want[0].isnan().any(1)
     exact = ~nan if scoring == "softmax" else torch.ones(8, dtype=torch.bool)
@@ -90,6 +90,34 @@ def test_the_kernels_on_what_is_no_number_and_on_equals():
 def test_of_equals_the_lower_index(options):
     logits = torch.tensor([[1.0, 3, 2, 3, 2, 3]])
     assert adatom.moe_route(logits, 5, **options)[1].tolist() == [[1, 3, 5, 2, 4]]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [(0, 0, 0), (5, 2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_search_by_keys_finds_what_a_stable_sort_does(dtype, groups, scoring):
+    logits = torch.randn(300, 20).mul(2).round().div(2).to(dtype)  # with ties, and with -0
+    logits[::7, 2], logits[::11, 4], logits[::5, 1:7] = torch.nan, torch.inf, -torch.inf
+    o = Options(7, scoring, True, groups, 1.0, False)
+    for got, want in zip(torch_route.forward(logits, None, o), reference.forward(logits, None, o)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_strides_of_the_bias_do_not_matter():
+    logits, wide = torch.randn(9, 8), torch.randn(8, 3)
+    for bias in (wide[:, 1], torch.randn(16)[::2], torch.ones(1).expand(8)):
+        got = adatom.moe_route(logits, 3, scoring="sigmoid", selection_bias=bias)
+        want = adatom.moe_route(logits, 3, scoring="sigmoid", selection_bias=bias.clone())
+        assert torch.equal(got[1], want[1])
+
+
+def test_subclasses_are_routed_by_pytorchs_operators():
+    class Named(torch.Tensor):
+        pass
+
+    logits = torch.randn(3, 6)
+    weights, indices = adatom.moe_route(logits.as_subclass(Named), 2)
+    assert type(weights) is Named and torch.equal(indices.as_subclass(torch.Tensor), adatom.moe_route(logits, 2)[1])
 
 
 def test_scores_that_round_to_equals_do_not_choose():
@@ -187,8 +215,7 @@ def test_transforms():
 
 @pytest.fixture
 def short(monkeypatch):
-    """CPU tensors take the short way, too."""
-    monkeypatch.setattr(signature, "ANY_DEVICE", True)
+    """Nothing is remembered yet."""
     monkeypatch.setattr(api, "_plans", {})
     monkeypatch.setattr(moe_api, "_plans", {})
 
@@ -221,11 +248,19 @@ def test_calls_without_gradients_are_remembered(short):
 def test_a_remembered_call_still_refuses_what_is_wrong(short):
     logits = torch.randn(3, 4)
     adatom.moe_route(logits, 1)
-    for wrong in ({"top_k": True}, {"top_k": [1]}, {"top_k": 1, "groups": [[1], 2]}, {"top_k": 1, "scoring": "none"}):
+    adatom.moe_route(logits, 1, groups=(2, 1))
+    bad = {"top_k": True}, {"top_k": [1]}, {"top_k": 1, "groups": [[1], 2]}, {"top_k": 1, "scoring": "none"}
+    for wrong in (*bad, {"top_k": 1, "groups": (2.0, 1)}, {"top_k": 1, "groups": (2, True)}):
         with pytest.raises(ValueError, match="expected"):
             adatom.moe_route(logits, **wrong)
     with pytest.raises(TypeError, match="router_logits"):
         adatom.moe_route([1.0, 2.0], 1)
+    with pytest.raises(TypeError, match="a backend by name"):
+        adatom.moe_route(logits, 1, backend=5)
+    adatom.moe_route(logits, 2, renormalize=(flag := torch.tensor(True)))
+    assert torch.equal(
+        adatom.moe_route(logits, 2, renormalize=flag.fill_(False))[0], adatom.moe_route(logits, 2, renormalize=False)[0]
+    )
     x, up, down = torch.randn(3, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     weights, indices = adatom.moe_route(logits, 1)
     adatom.moe_routed(x, weights, indices, up, down)

@@ -12,7 +12,7 @@ from adatom.check import require, require_dense, require_operators, supplied
 from adatom.ops.linear import op
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 from adatom.ops.linear.torch_linear import differentiable
-from adatom.signature import remember, remembered
+from adatom.signature import recall, remember
 
 _plans: dict[Any, Any] = {}
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -80,7 +80,7 @@ def checked_call(
 ) -> torch.Tensor:
     """The layer on x, weight, up and bias, without checks if a call like it, which wanted no gradient, was checked."""
     x = tensors[0]
-    plan, key = remembered(_plans, tensors, (activation, gated, precision, backend))
+    plan, key = recall(_plans, tensors, (activation, gated, precision, backend))
     if plan is not None:
         out: torch.Tensor = plan(Inputs(rows_of(x), *tensors[1:]))
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])

@@ -15,7 +15,7 @@ from adatom.ops.moe.op import moe_fwd, planned
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
 from adatom.ops.moe.torch_moe import differentiable
 from adatom.ops.route.api import moe_route
-from adatom.signature import remember, remembered
+from adatom.signature import recall, remember
 
 _plans: dict[Any, Any] = {}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -77,7 +77,7 @@ def moe_routed(
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message prints them.
         NotImplementedError: no kernel, or not the one asked for, takes this problem; the message lists the reasons.
     """
-    plan, key = remembered(_plans, (x, weights, indices, w_gate_up, w_down), (activation, backend))
+    plan, key = recall(_plans, (x, weights, indices, w_gate_up, w_down), (activation, backend))
     if plan is not None:
         inputs = Inputs(rows_of(x), rows_of(weights), rows_of(indices), w_gate_up, w_down)
         out = plan(inputs)

@@ -11,7 +11,7 @@ from adatom.check import finite, require, require_dense, require_operators, supp
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
-from adatom.signature import signature, watched
+from adatom.signature import remember, signature, watched
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -107,9 +107,8 @@ def _planned(given: tuple[Any, Any, Any, Any], eps: float, centred: bool, backen
         checked = _checked(*given, eps)
         if any(a is not b for a, b in zip(checked, given)):  # a plan copies nothing
             return None
-        if len(_plans) >= 4096:  # lengths that never repeat must not fill the memory
-            _plans.clear()
-        plan = _plans[key] = Plan(checked, eps, centred, backend)
+        plan = Plan(checked, eps, centred, backend)
+        remember(_plans, key, plan)
     return plan
 
 

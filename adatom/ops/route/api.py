@@ -15,7 +15,7 @@ from adatom.ops.moe.problem import inverse_of, plan
 from adatom.ops.route import reference
 from adatom.ops.route.op import flat, planned, route_fwd
 from adatom.ops.route.problem import SCORINGS, Options, Problem, Tensor, problem, wide_dtype
-from adatom.signature import remember, remembered
+from adatom.signature import PLAIN, recall, remember
 
 _plans: dict[Any, Any] = {}
 
@@ -56,22 +56,25 @@ def moe_route(
     Source: Shazeer et al., arXiv:1701.06538; capacity: Fedus et al., arXiv:2101.03961; the selection bias: Wang et al.,
     arXiv:2408.15664; groups: DeepSeek-V3, arXiv:2412.19437, and with best=1 DeepSeek-V2, arXiv:2405.04434.
     """
-    groups = tuple(groups) if isinstance(groups, list) else groups
-    options = top_k, type(top_k), scoring, renormalize, groups, scale, capacity, backend
-    simple = capacity is None and not isinstance(scale, Tensor)
-    plan, key = remembered(_plans, (router_logits, selection_bias), options) if simple else (None, None)
+    plan = key = None
+    if capacity is None and not isinstance(scale, Tensor):
+        kinds = tuple(map(type, (top_k, *groups))) if isinstance(groups, (tuple, list)) else type(top_k)
+        apart = tuple(groups) if isinstance(groups, list) else groups
+        options = kinds, top_k, scoring, bool(renormalize), apart, scale, backend
+        plan, key = recall(_plans, (router_logits, selection_bias), options)
     if plan is not None:
         weights, indices = plan(rows_of(router_logits), selection_bias)
         if router_logits.dim() == 2:
             return weights, indices
         shape = (*router_logits.shape[:-1], top_k)
         return weights.view(shape), indices.view(shape)
+    require(backend is None or isinstance(backend, str), "a backend by name, or None", TypeError, backend=backend)
     given = _checked(router_logits, top_k, scoring, renormalize, selection_bias, groups, scale, capacity)
     logits, o = given.logits, given.options
     if key is not None and (selection_bias is None or selection_bias.dtype == wide_dtype(logits.dtype)):
         remember(_plans, key, planned(logits, o, backend))
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        require_operators(backend, "in forward mode and under torch.func")
+    if _by_operators(logits):
+        require_operators(backend, "in forward mode, under torch.func, for subclasses of tensors and on other devices")
         weights, indices = reference.forward(logits, given.bias, o)
     else:
         weights, indices = route_fwd(logits, given.bias, *flat(o), backend)
@@ -84,6 +87,13 @@ def moe_route(
         kept = within_capacity(indices, experts, capacity)
         indices, weights = torch.where(kept, indices, experts), torch.where(kept, weights, 0)
     return weights, indices
+
+
+def _by_operators(logits: Tensor) -> bool:
+    """Whether PyTorch's operators route: they carry tangents, and serve what an operator of our own does not."""
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return True
+    return type(logits) not in PLAIN or logits.device.type not in ("cpu", "cuda", "meta")
 
 
 class Given(NamedTuple):

@@ -21,8 +21,10 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 class Case(NamedTuple):
     """One call of `moe_route`, without its tensors: router_logits (*lead, experts).
 
-    biased: a selection bias. layout: "" for contiguous logits, "cut" for some columns of a wider tensor, "t" for
-    logits stored transposed. ties: logits of few values. masked: a third of the logits is -inf.
+    biased: a selection bias. barred: it is -inf for every fourth expert, and for all but the last of the first quarter.
+    layout: "" for contiguous logits, "cut" for some columns of a wider tensor, "t" for logits stored transposed; a bias
+    is then every other number of a longer one. ties: logits of few values, some of them -0. masked: a third of the
+    logits is -inf. low: a quarter of the tokens has sigmoids of 0.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Case(NamedTuple):
     layout: str = ""
     ties: bool = False
     masked: bool = False
+    barred: bool = False
+    low: bool = False
 
     @property
     def op(self) -> str:
@@ -65,12 +69,18 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     logits = torch.randn(shape, generator=random, device=where, dtype=BF16 if case.huge else F32)
     if case.ties:
         logits = logits.mul_(2).round_().div_(2)
+    if case.low:
+        logits[: len(logits) // 4] -= 1e4
     if case.masked:
         logits = logits.masked_fill_(torch.rand(shape, generator=random, device=where) < 1 / 3, -torch.inf)
     logits = logits.to(device, case.dtype)
     given: dict[str, Any] = {"router_logits": logits.movedim(0, -1) if case.layout == "t" else logits[..., more:]}
     if case.biased:
-        given["selection_bias"] = torch.randn(case.experts, generator=random, device=where).mul_(0.1).to(device)
+        step = 2 if case.layout else 1
+        bias = torch.randn(step * case.experts, generator=random, device=where).mul_(0.1).to(device)[::step]
+        if case.barred:
+            bias[::4] = bias[: case.experts // 4 - 1] = -torch.inf
+        given["selection_bias"] = bias
     options = {"scoring": "softmax", "renormalize": True, "groups": None, "scale": 1.0}
     changed = {name: getattr(case, name) for name, usual in options.items() if getattr(case, name) != usual}
     return given | {"top_k": case.top_k} | changed
@@ -124,7 +134,13 @@ SMALL: tuple[Case, ...] = (
     _case("f32 ties of sigmoid", 40, 48, 8, F32, ties=True, scoring="sigmoid"),
     _case("f32 masked", 40, 48, 4, F32, masked=True),
     _case("f32 masked sigmoid", 40, 48, 32, F32, masked=True, scoring="sigmoid", renormalize=False),
+    _case("f32 groups with ties", 40, 32, 5, F32, groups=(8, 3), ties=True, scoring="sigmoid"),
+    _case("f32 softmax groups with ties", 40, 32, 5, F32, groups=(8, 3, 1), ties=True, renormalize=False),
+    _case("f32 barred groups", 40, 32, 8, F32, groups=(8, 7), biased=True, barred=True, scoring="sigmoid"),
+    _case("f32 barred", 40, 32, 20, F32, biased=True, barred=True),
+    _case("f32 low", 40, 32, 4, F32, scoring="sigmoid", low=True),
     _case("bf16 cut", 21, 24, 4, BF16, layout="cut"),
+    _case("f32 cut bias", 21, 24, 4, F32, layout="cut", biased=True, scoring="sigmoid"),
     _case("f32 transposed", (3, 7), 24, 4, F32, layout="t"),
     _case("bf16 all experts", 21, 7, 7, BF16),
     _case("f32 one expert", 9, 1, 1, F32, renormalize=False),
@@ -149,6 +165,7 @@ GPU: tuple[Case, ...] = (
     _case("bf16 transposed large", (5, 700), 128, 8, BF16, layout="t"),
     _case("f32 2000 experts", 100, 2000, 8, F32),
     _case("bf16 huge", 2**24 + 5, 136, 2, BF16),
+    _case("bf16 huge transposed", 2**24 + 5, 136, 2, BF16, layout="t"),
 )  # fmt: skip
 QUICK: tuple[Case, ...] = tuple(c for c in GPU if not c.huge)[::3]
 COMPILE: tuple[Case, ...] = (

@@ -26,7 +26,7 @@ def scores_of(logits: Tensor, scoring: str) -> Tensor:
     return wide.sigmoid() if scoring == "sigmoid" else torch.softmax(wide, -1)
 
 
-def _largest(x: Tensor, n: int) -> Tensor:
+def largest(x: Tensor, n: int) -> Tensor:
     """Where the n largest of each row are, the first of equals first; NaN counts as the largest."""
     return x.sort(stable=True, dim=-1, descending=True).indices[..., :n]
 
@@ -38,7 +38,7 @@ def _within_groups(choice: Tensor, groups: tuple[int, int, int]) -> Tensor:
     size = choice.shape[-1] // n
     apart = choice.unflatten(-1, (n, size)).clamp(min=torch.finfo(choice.dtype).min / size)
     sums = apart.topk(min(best, size), dim=-1).values.sum(-1)
-    chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, _largest(sums, kept), True)
+    chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, largest(sums, kept), True)
     return torch.where(chosen[..., None], apart, -torch.inf).flatten(-2)
 
 
@@ -70,7 +70,7 @@ def forward(logits: Tensor, selection_bias: Tensor | None, o: Options) -> tuple[
 
     logits (tokens, experts), selection_bias (experts,) or None.
     """
-    indices = _largest(choice(logits, selection_bias, o), o.top_k).contiguous()
+    indices = largest(choice(logits, selection_bias, o), o.top_k).contiguous()
     return weights_of(logits, indices, o), indices
 
 

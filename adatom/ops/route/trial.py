@@ -29,7 +29,7 @@ class Trial:
         random = torch.Generator(device).manual_seed(seed + 1)
         shape = self.logits.shape[0], self.o.top_k
         wide = wide_dtype(self.logits.dtype)
-        self.dweights = torch.randn(shape, generator=random, device=device, dtype=wide)
+        self.dweights = torch.randn(shape[::-1], generator=random, device=device, dtype=wide).T
         self.forwards: dict[str, tuple[Any, ...]] = {}
         self._indices: Tensor | None = None
 
@@ -98,7 +98,8 @@ class Trial:
         choice = reference.choice(one.logits.double(), self.bias, self.o)
         valid = ((got >= 0) & (got < choice.shape[1])).all(-1) & (got.sort().values.diff() > 0).all(-1)
         mine, best = choice.gather(-1, got.clamp(0, choice.shape[1] - 1)), choice.gather(-1, one.indices)
-        alike = valid & ((mine - best).abs() <= 2.0**-20 * (1 + best.abs())).all(-1)
+        size = best.abs() + (0.0 if self.bias is None else self.bias[self.bias.isfinite()].abs().max())
+        alike = valid & ((mine - best).abs() <= 2.0**-20 * size).all(-1)
         one._indices = torch.where(alike[:, None], got, one.indices)
         return one
 

@@ -60,7 +60,7 @@ def _within_groups(key, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.const
     group = tl.arange(0, GROUPS)[None, :]
     order = _key(sums)
     kept = order < LOWEST
-    for _ in tl.static_range(KEPT):
+    for _ in range(KEPT):
         found = group == _first(order, tl.max(order, 1), group, 1)[:, None]
         kept |= found
         order = tl.where(found, LOWEST, order)
@@ -93,7 +93,7 @@ def _tile(Logits, tokens, stride_t, stride_e, EXPERTS: tl.constexpr, ROWS: tl.co
     """This program's tokens [ROWS], experts [1, BLOCK], which of them exist, and where their logits are."""
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     e = tl.arange(0, BLOCK)[None, :]
-    return t, e, e < EXPERTS, Logits + t[:, None] * stride_t + e * stride_e
+    return t, e, e < EXPERTS, Logits + t[:, None] * stride_t + e.to(tl.int64) * stride_e
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def _bwd_kernel(Logits, Indices, DWeights, DLogits, tokens, stride_t, stride_e, 
     slot = tl.arange(0, SLOTS)[None, :]
     m = (t < tokens)[:, None] & (slot < TOP_K)
     index = tl.load(Indices + t[:, None] * TOP_K + slot, mask=m, other=0)
-    dw = tl.load(DWeights + t[:, None] * stride_dt + slot * stride_dk, mask=m, other=0.0) * scale
+    dw = tl.load(DWeights + t[:, None] * stride_dt + slot.to(tl.int64) * stride_dk, mask=m, other=0.0) * scale
     logits = tl.load(Logits + t[:, None] * stride_t + index * stride_e, mask=m, other=float("-inf")).to(tl.float32)
     index = index.to(tl.int32)
     dx = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -211,7 +211,8 @@ def forward(logits: torch.Tensor, selection_bias: torch.Tensor | None, o: Option
     """(weights, indices); the contract is in reference.py."""
     shape = logits.shape[0], o.top_k
     weights, indices = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-    tensors = (logits, selection_bias, weights, indices)
+    bias = None if selection_bias is None else selection_bias.contiguous()  # a copy only of strided ones
+    tensors = (logits, bias, weights, indices)
     remembered(_forward, tensors, o)(*tensors)
     return weights, indices
 
