@@ -1,11 +1,15 @@
 """Mixtures of experts of the real transformers library, tiny and random: adatom's experts, and adatom.nn.MoE."""
 
+import copy
+
 import pytest
 import torch
 
+import adatom
+
 transformers = pytest.importorskip("transformers", minversion="5.5")
 
-from adatom.integrations.transformers_moe import experts_forward, register  # noqa: E402
+from adatom.integrations.transformers_moe import experts_forward, register, swap_routers  # noqa: E402
 from adatom.nn import MoE  # noqa: E402
 
 register()
@@ -93,6 +97,51 @@ def test_models_are_what_eager_models_are(name, dtype):
     assert found.keys() == grads.keys() and any("gate_up_proj" in n for n in found)
     for n, g in grads.items():
         torch.testing.assert_close(found[n], g, **tolerance, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_swapped_routers_are_what_the_models_own_are(name, dtype, monkeypatch):
+    ids = torch.randint(3, 64, (3, 11))
+    theirs, ours = build(name, "eager", dtype), build(name, "eager", dtype)
+    layers = 1 if name == "deepseek" else 2
+    routers = [m for m in ours.modules() if type(m).__name__.endswith("Router")]
+    assert swap_routers(ours) == layers == len(routers) and swap_routers(ours) == 0
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    gates = [m for m in theirs.modules() if type(m).__name__.endswith("Router")]
+    x = torch.randn(2, 5, 32, dtype=dtype)
+    for mine, own in zip(routers, gates):
+        assert isinstance(mine, type(own)) and type(mine) is not type(own)
+        for got, want in zip(mine(x), own(x)):
+            assert got.dtype == want.dtype and got.shape == want.shape
+        (_, weights, indices), (_, expected, places) = mine(x), own(x)
+        order, other = indices.sort(1), places.sort(1)  # DeepSeek's are in no order
+        assert torch.equal(order.values, other.values)
+        torch.testing.assert_close(weights.gather(1, order.indices), expected.gather(1, other.indices))
+    if dtype == torch.float32:
+        want, grads = logits_and_gradients(theirs, ids)
+        got, found = logits_and_gradients(copy.deepcopy(ours), ids)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=2e-3)
+        assert found.keys() == grads.keys()
+        for n, g in grads.items():
+            torch.testing.assert_close(found[n], g, rtol=1e-3, atol=2e-3, msg=lambda m, n=n: f"{n}: {m}")
+    calls = []
+    route = adatom.moe_route
+    monkeypatch.setattr(
+        "adatom.integrations.transformers_moe.moe_route", lambda *a, **k: calls.append(k) or route(*a, **k)
+    )
+    ours(input_ids=ids)
+    assert len(calls) == layers
+    if name != "deepseek":
+        recorded = ours(input_ids=ids, output_router_logits=True).router_logits
+        assert len(recorded) == layers and recorded[0].shape[-1] == 6
+
+
+def test_routers_of_other_libraries_stay():
+    class MixtralTopKRouter(torch.nn.Linear):
+        pass
+
+    assert swap_routers(torch.nn.Sequential(MixtralTopKRouter(4, 2))) == 0
 
 
 def test_activations_that_are_functions_serve(monkeypatch):

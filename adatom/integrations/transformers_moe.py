@@ -3,20 +3,24 @@
     import adatom.integrations.transformers_moe
     adatom.integrations.transformers_moe.register()
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="adatom")
+    adatom.integrations.transformers_moe.swap_routers(model)
 
 The experts of models whose mixture goes through transformers' experts interface (Mixtral, Qwen3-MoE, DeepSeek-V3 and
-others), with all gradients; routing stays the model's own. Experts with biases, without a gate, with interleaved gates,
-a gate of their own, or a norm behind them are refused.
+others), with all gradients. Experts with biases, without a gate, with interleaved gates, a gate of their own, or a norm
+behind them are refused. Routing stays the model's own but for the routers of those three that `swap_routers` finds.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from adatom.check import require
 from adatom.ops.moe.api import moe_routed
+from adatom.ops.route.api import moe_route
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -65,3 +69,51 @@ def experts_forward(
     if m.is_transposed:
         gate_up, down = gate_up.mT, down.mT
     return moe_routed(hidden_states, top_k_weights, top_k_index, gate_up, down, activation=activation)
+
+
+def swap_routers(model: torch.nn.Module) -> int:
+    """Let `adatom.moe_route` choose experts in the routers of a model: Mixtral's, Qwen3-MoE's and DeepSeek-V3's.
+
+    In place: a router keeps its weights, its outputs and its class, but for a forward of one kernel after the product.
+    Returns how many routers there were; others, and those that were swapped before, stay as they are.
+    """
+    swapped = 0
+    for module in model.modules():
+        kind: Any = type(module)
+        if kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers.models."):
+            module.__class__ = _routing(kind)
+            swapped += 1
+    return swapped
+
+
+def _mixtral(m: Any, x: torch.Tensor) -> Any:
+    logits = linear(x, m.weight)
+    return logits, *moe_route(logits, m.top_k)
+
+
+def _qwen3(m: Any, x: torch.Tensor) -> Any:
+    logits = linear(x, m.weight)
+    weights, indices = moe_route(logits, m.top_k, renormalize=m.norm_topk_prob)
+    return logits, weights.to(logits.dtype), indices
+
+
+def _deepseek(m: Any, x: torch.Tensor) -> Any:
+    logits = linear(x.float(), m.weight.float())
+    return logits, *moe_route(
+        logits, m.top_k, scoring="sigmoid", renormalize=m.norm_topk_prob, selection_bias=m.e_score_correction_bias,
+        groups=(m.num_group, m.topk_group), scale=m.routed_scaling_factor,
+    )  # fmt: skip
+
+
+_ROUTERS = {"MixtralTopKRouter": _mixtral, "Qwen3MoeTopKRouter": _qwen3, "DeepseekV3TopkRouter": _deepseek}
+
+
+@cache
+def _routing(kind: Any) -> Any:
+    """A subclass of a router's class, of another name, that routes by adatom."""
+    route = _ROUTERS[kind.__name__]
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        return route(self, hidden_states.reshape(-1, self.hidden_dim))
+
+    return type("Adatom" + kind.__name__, (kind,), {"forward": forward})
