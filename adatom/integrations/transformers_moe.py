@@ -80,7 +80,8 @@ def swap_routers(model: torch.nn.Module) -> int:
     swapped = 0
     for module in model.modules():
         kind: Any = type(module)
-        if kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers.models."):
+        known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _ROUTERS
+        if known and all(hasattr(module, name) for name in _ROUTERS[kind.__name__][1:]):
             module.__class__ = _routing(kind)
             swapped += 1
     return swapped
@@ -105,13 +106,21 @@ def _deepseek(m: Any, x: torch.Tensor) -> Any:
     )  # fmt: skip
 
 
-_ROUTERS = {"MixtralTopKRouter": _mixtral, "Qwen3MoeTopKRouter": _qwen3, "DeepseekV3TopkRouter": _deepseek}
+# what routes instead, and what it reads of a router, which other releases may keep elsewhere
+_ROUTERS: dict[str, tuple[Any, ...]] = {
+    "MixtralTopKRouter": (_mixtral, "weight", "top_k", "hidden_dim"),
+    "Qwen3MoeTopKRouter": (_qwen3, "weight", "top_k", "hidden_dim", "norm_topk_prob"),
+    "DeepseekV3TopkRouter": (
+        _deepseek, "weight", "top_k", "hidden_dim", "norm_topk_prob", "e_score_correction_bias", "num_group",
+        "topk_group", "routed_scaling_factor",
+    ),
+}  # fmt: skip
 
 
 @cache
 def _routing(kind: Any) -> Any:
     """A subclass of a router's class, of another name, that routes by adatom."""
-    route = _ROUTERS[kind.__name__]
+    route = _ROUTERS[kind.__name__][0]
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         return route(self, hidden_states.reshape(-1, self.hidden_dim))
