@@ -137,6 +137,12 @@ def test_swapped_routers_are_what_the_models_own_are(name, dtype, monkeypatch):
         assert len(recorded) == layers and recorded[0].shape[-1] == 6
 
 
+def test_routers_of_old_releases_are_refused(monkeypatch):
+    monkeypatch.setattr("adatom.integrations.transformers_moe.version", lambda name: "5.5.4")
+    with pytest.raises(NotImplementedError, match=r"transformers 5.6 or newer; got transformers=\(5, 5\)"):
+        swap_routers(torch.nn.Linear(2, 2))
+
+
 def test_routers_of_other_libraries_stay():
     class MixtralTopKRouter(torch.nn.Linear):
         pass

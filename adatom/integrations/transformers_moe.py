@@ -13,6 +13,7 @@ behind them are refused. Routing stays the model's own but for the routers of th
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -75,8 +76,11 @@ def swap_routers(model: torch.nn.Module) -> int:
     """Let `adatom.moe_route` choose experts in the routers of a model: Mixtral's, Qwen3-MoE's and DeepSeek-V3's.
 
     In place: a router keeps its weights, its outputs and its class, but for a forward of one kernel after the product.
-    Returns how many routers there were; others, and those that were swapped before, stay as they are.
+    Returns how many routers there were; others, and those that were swapped before, stay as they are. From transformers
+    5.6 on, DeepSeek-V3's from 5.13 on: before, routers returned probabilities, or the block around them routed.
     """
+    release = tuple(int(n) for n in version("transformers").split(".")[:2])
+    require(release >= (5, 6), "transformers 5.6 or newer", NotImplementedError, transformers=release)
     swapped = 0
     for module in model.modules():
         kind: Any = type(module)
