@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,16 +55,7 @@ for case in cases.SMALL:
 """
 
 
-def interpreted(code: str, *args: str) -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_order_and_sums():
+def test_order_and_sums(interpreted):
     interpreted(ORDER)
 
 
@@ -82,7 +70,7 @@ def test_order_and_sums():
     ],
     ids=("dtypes", "routing", "layouts", "recompute"),
 )
-def test_rows_in_the_interpreter(names):
+def test_rows_in_the_interpreter(interpreted, names):
     assert set(names) <= {case.name for case in cases.SMALL}
     interpreted(ROWS, *names)
 

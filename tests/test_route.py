@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,8 +15,6 @@ from adatom.ops.route.op import flat, route_fwd
 from adatom.ops.route.problem import Options
 from adatom.registry import Row, choose, rows
 from adatom.tiles.launch import observed
-
-ROOT = Path(__file__).parent.parent
 
 SMALL = """
 import sys, torch
@@ -68,21 +61,12 @@ for scoring, renormalize, biased, groups in (
 """
 
 
-def interpreted(code: str, *args: str) -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("part", ["0", "1"])
-def test_the_kernels(part):
+def test_the_kernels(interpreted, part):
     interpreted(SMALL, part)
 
 
-def test_the_kernels_on_what_is_no_number_and_on_equals():
+def test_the_kernels_on_what_is_no_number_and_on_equals(interpreted):
     interpreted(NUMBERS)
 
 
@@ -214,13 +198,13 @@ def test_transforms():
 
 
 @pytest.fixture
-def short(monkeypatch):
+def forgotten(monkeypatch):
     """Nothing is remembered yet."""
     monkeypatch.setattr(api, "_plans", {})
     monkeypatch.setattr(moe_api, "_plans", {})
 
 
-def test_calls_without_gradients_are_remembered(short):
+def test_calls_without_gradients_are_remembered(forgotten):
     x, up, down = torch.randn(3, 5, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     for seed in range(3):
         logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(seed))
@@ -245,7 +229,7 @@ def test_calls_without_gradients_are_remembered(short):
     assert len(api._plans) == 4
 
 
-def test_a_remembered_call_still_refuses_what_is_wrong(short):
+def test_a_remembered_call_still_refuses_what_is_wrong(forgotten):
     logits = torch.randn(3, 4)
     adatom.moe_route(logits, 1)
     adatom.moe_route(logits, 1, groups=(2, 1))
@@ -270,7 +254,7 @@ def test_a_remembered_call_still_refuses_what_is_wrong(short):
         adatom.moe_routed(x, weights, indices, up, None)
 
 
-def test_plans_do_not_fill_the_memory(short):
+def test_plans_do_not_fill_the_memory(forgotten):
     for n in range(4100):
         signature.remember(api._plans, n, None)
     assert len(api._plans) <= 4096

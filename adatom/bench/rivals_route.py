@@ -30,7 +30,7 @@ def _plain(logits: Tensor, bias: Tensor | None, case: Case) -> tuple[Tensor, Ten
         sums = choice.unflatten(-1, (n, -1)).topk(best, -1)[0].sum(-1)
         mask = torch.zeros_like(sums).scatter_(-1, sums.topk(kept, -1, sorted=False)[1], 1)
         mask = mask.unsqueeze(-1).expand(-1, n, choice.shape[-1] // n).flatten(-2)
-        choice = choice.masked_fill(~mask.bool(), 0.0)
+        choice = choice.masked_fill(~mask.bool(), -torch.inf)
     indices = choice.topk(case.top_k, -1)[1]
     weights = scores.gather(-1, indices)
     if case.renormalize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from adatom.device import Device
 from adatom.ops.linear.problem import Problem
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -21,14 +22,21 @@ def torch_linear(p: Problem) -> str | None:
     return None
 
 
+def without_triton(device: Device, dtype: torch.dtype) -> str | None:
+    """Why no Triton kernel of a layer runs there on tensors of that dtype; None if they do."""
+    if device.kind == "cpu":
+        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
+    if device.kind == "cuda" and device.arch < 80:
+        return f"needs sm_80 or later; this is sm_{device.arch}"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32; got {dtype}"
+    return None
+
+
 def triton_any(p: Problem) -> str | None:
     """The Triton kernels wherever they run."""
-    if p.device.kind == "cpu":
-        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
-    if p.device.kind == "cuda" and p.device.arch < 80:
-        return f"needs sm_80 or later; this is sm_{p.device.arch}"
-    if p.dtype not in (*_HALVES, torch.float32):
-        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if (why := without_triton(p.device, p.dtype)) is not None:
+        return why
     if not (p.rows and p.in_features and p.out_features):
         return "does not take empty tensors"
     return None

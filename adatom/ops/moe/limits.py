@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from adatom.ops.linear.limits import without_triton
 from adatom.ops.moe.problem import Problem
 
 
@@ -57,12 +58,8 @@ def hopper_one(p: Problem) -> str | None:
 
 def triton(p: Problem) -> str | None:
     """The Triton kernels: sm_80 and later, but for float64."""
-    if p.device.kind == "cpu":
-        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
-    if p.device.kind == "cuda" and p.device.arch < 80:
-        return f"needs sm_80 or later; this is sm_{p.device.arch}"
-    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if (why := without_triton(p.device, p.dtype)) is not None:
+        return why
     if not (p.tokens and p.hidden and p.intermediate and p.experts and p.top_k):
         return "does not take empty tensors"
     return _many(p)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from adatom.ops.linear.limits import without_triton
 from adatom.ops.route.problem import Problem
 
 
@@ -20,12 +19,8 @@ def torch_route(p: Problem) -> str | None:
 def triton(p: Problem) -> str | None:
     """The Triton kernel: sm_80 and later, a token's experts in the registers of one warp."""
     n, _, best = p.options.groups
-    if p.device.kind == "cpu":
-        return "needs a CUDA device (on a CPU: TRITON_INTERPRET=1)"
-    if p.device.kind == "cuda" and p.device.arch < 80:
-        return f"needs sm_80 or later; this is sm_{p.device.arch}"
-    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32; got {p.dtype}"
+    if (why := without_triton(p.device, p.dtype)) is not None:
+        return why
     if not p.tokens:
         return "does not take empty tensors"
     if p.experts > 1024 or p.options.top_k > 32:
