@@ -69,9 +69,10 @@ def test_tiles_are_cut_where_that_ends_sooner():
 
 
 def test_which_way_a_plan_goes():
-    """Pieces are claimed but where tiles are taken by number. Up: under a causal mask; in turn, the last tiles cut:
-    without a mask at head_dim 128; blocks without a mask apart from others: under a causal one, there if it is long."""
-    flags = itertools.product((32, 64, 96, 128), (1024, 4096), ("none", "key", "full"), *[(False, True)] * 3)
+    """Pieces are claimed but where tiles are taken by number, or, upwards from 8192 queries on, the sum is cleared. Up:
+    under a causal mask; in turn, the last tiles cut: without a mask at head_dim 128; blocks without a mask apart from
+    others: under a causal one, there if it is long."""
+    flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
     for dim, length, bias, causal, ordered, shared in flags:
         q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
         k = q[:, ::4] if shared else q
@@ -81,17 +82,19 @@ def test_which_way_a_plan_goes():
             x, o, _ = inputs_of(q=q, k=k, v=k, causal=causal, bias=given)
             main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
-        plain, long = bias == "none", length == 4096
+        plain, long = bias == "none", length >= 4096
+        cleared = causal and dim > 64 and length == 8192 and plain and not (ordered or shared)
         assert plan.UP == (causal and dim > 32 and (ordered or long or dim > 64 and not shared))
         assert plan.DESCENDING == (causal and dim > 32 and ordered)
         assert plan.IN_TURN == (dim > 64 and long and plain and not (causal or ordered))
         inside = dim == 32 and length <= 512 and not shared
         assert plan.LOOPS == (2 if plain and causal and (dim <= 64 or long) and not inside else 1)
         assert plan.CUT <= plan.IN_TURN
-        assert plan.CLAIM <= plan.FIRST and plan.UP <= (plan.CLAIM or ordered)
+        assert plan.CLAIM <= plan.FIRST and plan.UP <= (plan.CLAIM or ordered or cleared)
         assert plan.CLAIM or plan.DYNAMIC or plan.ORDERED or not plan.FIRST  # who waits is not before whom it waits for
         assert not (plan.ORDERED and plan.CLAIM)
-        assert plan.FIRST or dim > 64 and not causal and (plan.IN_TURN or bias == "key")
+        assert plan.FIRST or cleared or dim > 64 and not causal and (plan.IN_TURN or bias == "key")
+        assert not cleared or plan.UP and plan.ADDER and plan.LOOPS == 2 and not plan.FIRST
         piece = main.blocks[main.kernel.arg_names.index("DQ")]
         assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
         assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)

@@ -275,6 +275,8 @@ GPU: tuple[Case, ...] = (
     Case("many, kv_lens 128", 3, 16, 16, 1100, 1050, 128, 96, F16, kv_lens=True, window=(1040, 100)),
     *(Case(f"long {h} {n}", 1, h, 8, 4100, n, 128, 96, F16, causal=n > 4100) for h, n in ((16, 2301), (8, 4224))),
     *(Case(f"long {d} shared", 1, 16, 8, 4100, 4224, d, d, BF16, causal=True) for d in (64, 128)),
+    Case("longer 128", 1, 2, 2, 8200, 8320, 128, 128, BF16, causal=True),
+    Case("longer 72", 1, 2, 2, 8200, 8200, 72, 72, F16, causal=True),
     # several tiles for each program of Hopper's backward beyond head_dim 128
     Case("deep", 2, 8, 8, 1100, 1300, 256, 256, BF16),
     Case("deep causal", 3, 8, 2, 1130, 1077, 256, 256, F16, causal=True, sinks=True, layout="bshd"),

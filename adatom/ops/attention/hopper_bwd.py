@@ -11,10 +11,11 @@ dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and adds 
 kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah
 et al., arXiv:2407.08608.
 
-The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first); others wait for
-that and add theirs in whatever order they come to it. That order alone varies from run to run: dK and dV repeat bit for
-bit, dQ but for rounding. ORDERED: at each block of queries they wait for the keys before, or, under a causal mask,
-behind (hopper_bwd_feed.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
+The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first), and others wait
+for that; or the kernel ahead clears the sum (not Plan.FIRST). They add in whatever order they come to it, which alone
+varies from run to run: dK and dV repeat bit for bit, dQ but for rounding. ORDERED: at each block of queries they wait
+for the keys before, or, under a causal mask, behind (hopper_bwd_feed.py). A block that nobody visits has no piece: the
+kernel behind sees that, and writes zeros.
 """
 
 from typing import NamedTuple
@@ -56,6 +57,7 @@ _APART = 4  # heads in flight at least where tiles walk upwards: those of one he
 # to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, see docs/hopper.md
 _LONG = 4096  # queries from which on some ways are faster; measured
+_CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 
@@ -278,6 +280,8 @@ def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bo
         first = first and (plain or call.meta["BIAS"] == FULL.value)
     wide = dim > 64
     up = first and causal and dim > 32 and (wide or not look) and (long or wide and call.heads == call.kv_heads)
+    if up and plain and wide and not look and call.heads == call.kv_heads and call.len_q >= _CLEARED:
+        return Way(tiles, up=True, loops=loops)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
 
@@ -351,7 +355,7 @@ def _launches(
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
-            "ADDER": turns, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
+            "ADDER": turns or way.up, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
             "IN_TURN": way.in_turn, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True, "ONCE": way.tiles == "one",
             "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
