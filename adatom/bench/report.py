@@ -201,9 +201,15 @@ def heading(record: Record) -> str:
         names = []
         for group in _unique(e["group"] for e in record["entries"]):
             mine = [e for e in record["entries"] if e["group"] == group and e["contender"] == "adatom"]
-            of = {e["case"]: e.get("commit") for e in mine}
-            kept = [case for case, made_at in of.items() if made_at == commit]
-            names += [group] if len(kept) == len(of) else [f"{group} {case}" for case in kept]
+            of: dict[str, dict[str, str | None]] = {}  # of each case, the commits of its passes
+            for e in mine:
+                of.setdefault(e["case"], {})[e["pass"]] = e.get("commit")
+            kept = []
+            for case, made_at in of.items():
+                some = [name for name, at in made_at.items() if at == commit]
+                if some:
+                    kept.append(case if len(some) == len(made_at) else f"{case} {' and '.join(some)}")
+            names += [group] if kept == list(of) else [f"{group} {case}" for case in kept]
         if names:  # otherwise rivals alone are kept of that run
             lines.append(f"From a run at commit {commit}, with ceilings of its own: {', '.join(names)}.")
     return "\n".join(lines)
