@@ -497,10 +497,8 @@ def test_cases_that_did_not_run_again_keep_their_numbers_and_their_commit() -> N
     )
     assert both["commit"] == "def" and [e["ms"] for e in both["entries"] if e["group"] == "plain"] == [1.0]
     assert "From a run at commit abc, with ceilings of its own: second.\n" in report.tables(both)
-    for e in both["entries"]:
-        if e["pass"] == "backward":
-            e["commit"] = "ghi"
-    text = report.tables(both)
+    entries = [e | ({"commit": "ghi"} if e["pass"] == "backward" else {}) for e in both["entries"]]
+    text = report.tables({**both, "entries": entries})
     assert "From a run at commit abc, with ceilings of its own: second S64 forward.\n" in text
     assert "From a run at commit ghi, with ceilings of its own: second S64 backward.\n" in text
     third = run.merged(both, {**RECORD, "commit": "ghi", "entries": []})
