@@ -80,8 +80,9 @@ def test_which_way_a_plan_goes():
         given = None if bias == "none" else torch.empty(shape, dtype=torch.bfloat16, device="meta")
         with pretend(H100):
             x, o, _ = inputs_of(q=q, k=k, v=k, causal=causal, bias=given)
-            main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
+            before, main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered)[1:3]
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
+        assert before.meta["SUM"] == (not (plan.FIRST or plan.INSIDE))
         plain, long = bias == "none", length >= 4096
         cleared = causal and dim > 64 and length == 8192 and plain and not (ordered or shared)
         assert plan.UP == (causal and dim > 32 and (ordered or long or dim > 64 and not shared))

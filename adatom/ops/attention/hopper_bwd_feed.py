@@ -9,7 +9,7 @@ only for that of the keys before, which has a lower number, and tiles are taken 
 running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
 runs beside it, and how many programs there are, does not matter. Where sums need no order, all wait for the first keys
 that visit the block, and for nobody else; or, CLAIM, for whoever claimed its piece, so that tiles may be taken in any
-order.
+order; or, where the sum was cleared ahead, for nobody.
 
 Under a causal mask sums in order go by descending keys, and tiles upwards (DESCENDING): the last keys see the fewest
 queries and begin at the diagonal, where nobody was before them. The keys before begin no sooner, and one or two blocks
