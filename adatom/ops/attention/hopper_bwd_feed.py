@@ -96,6 +96,13 @@ class Plan:
         return self.ORDERED and self.UP
 
     @property
+    def LEFT_TO_ADDER(self) -> bool:
+        """Whether consumers, ahead of a piece of dQ, need not wait for stores of their own, and do not where that is
+        faster: to head_dim 64, and in order without a mask."""
+        masked = self.LEFT or self.RIGHT
+        return self.ADDER and not self.TILES and (self.LATE or self.ONCE and self.ORDERED and not masked)
+
+    @property
     def DENSE(self) -> bool:
         """Whether dV is multiplied behind dS, consumers free queries and dO at named barriers, and blocks are masked
         without a branch, all of them if there is one loop: what is fastest beyond head_dim 64 under a mask, and in

@@ -104,7 +104,8 @@ def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.const
     else:
         if PLAN.ADDER:
             mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-        tma.store_wait(0)  # what was added or stored last has left shared memory
+        if not (PLAN.IN_TURN or PLAN.LEFT_TO_ADDER):
+            tma.store_wait(0)  # what was added or stored last has left shared memory
         dq_s.index(C).store(dq)
         fence_async_shared()
         if PLAN.ADDER:
@@ -375,6 +376,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 fence_async_shared()
                 if PLAN.IN_TURN:
+                    tma.store_wait(0)  # for `_add_dq`: here nobody waits for this one
+                    gl.barrier()
                     dk = warpgroup_mma(ds16, q, dk, is_async=True)
                     mine = (n & 1) == C
                     if mine:
