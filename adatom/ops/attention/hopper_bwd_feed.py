@@ -97,8 +97,9 @@ class Plan:
 
     @property
     def LEFT_TO_ADDER(self) -> bool:
-        """Whether consumers, ahead of a piece of dQ, need not wait for stores of their own, and do not where that is
-        faster: to head_dim 64, and in order without a mask."""
+        """Whether consumers, ahead of a piece of dQ, wait for the adder alone. They may, unless stores of their own
+        leave by the same memory: of tiles of a bias's gradient or, in programs with several tiles beyond head_dim 64,
+        of dK and dV. They do where that is faster: to head_dim 64, and in order without a mask."""
         masked = self.LEFT or self.RIGHT
         return self.ADDER and not self.TILES and (self.LATE or self.ONCE and self.ORDERED and not masked)
 

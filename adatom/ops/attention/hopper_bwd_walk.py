@@ -376,7 +376,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 fence_async_shared()
                 if PLAN.IN_TURN:
-                    tma.store_wait(0)  # for `_add_dq`: here nobody waits for this one
+                    tma.store_wait(0)  # for `_add_dq`, but here nobody waits: else Triton puts barriers on the way
                     gl.barrier()
                     dk = warpgroup_mma(ds16, q, dk, is_async=True)
                     mine = (n & 1) == C
