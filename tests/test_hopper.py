@@ -221,28 +221,35 @@ def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
 
 @pytest.mark.parametrize("shape", SHAPES[::3])
 @pytest.mark.parametrize("sharing", [1, 3])
-def test_what_a_tile_visits(shape, sharing):
+@pytest.mark.parametrize("way", ["down", "up", "abreast"])
+def test_what_a_tile_visits(shape, sharing, way):
     """All blocks of queries that see its keys, of all heads that share them, each once, from the last to the first, or
-    upwards."""
+    upwards, or of all heads the last block, then the one before."""
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit = as_python(feed.visit, step=as_python(feed.step))
     _, _, left, right, lens, block_m = shape
-    plan = SimpleNamespace(LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False, CUT=False)
+    plan = SimpleNamespace(
+        LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False, CUT=False, UP=way == "up",
+        ABREAST=way == "abreast",
+    )  # fmt: skip
     stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5
-    for j, plan.UP in itertools.product(range(math.ceil(shape[1] / 128)), (False, True)):
+    for j in range(math.ceil(shape[1] / 128)):
         begin, count = blocks_of(j, *shape)
+        blocks = range(begin, begin + count) if plan.UP else reversed(range(begin, begin + count))
+        wanted = list(itertools.product(reversed(range(sharing)), blocks))
+        if plan.ABREAST:
+            wanted.sort(key=lambda visit: visit[::-1], reverse=True)
         at = before_visits(hk, first, begin, count, sharing, stride, plan)
-        for h in reversed(range(sharing)):
-            for m in range(begin, begin + count) if plan.UP else reversed(range(begin, begin + count)):
-                at = visit(*at, begin, count, stride, plan)
-                assert at == (m, hk * sharing + h, first + h * stride + m)
+        for h, m in wanted:
+            at = visit(*at, hk, begin, count, sharing, stride, plan)
+            assert at == (m, hk * sharing + h, first + h * stride + m)
 
 
 # heads, heads of keys, head_dim, in order, options, query heads of a program
 SHARED = [
     (32, 1, 128, False, {"causal": True}, 4),
     (32, 4, 128, False, {"causal": True}, 4),
-    (32, 4, 128, True, {"causal": True}, 2),
+    (32, 4, 128, True, {"causal": True}, 4),
     (32, 1, 64, False, {"causal": True}, 2),
     (12, 2, 128, False, {"causal": True}, 3),
     (10, 2, 128, False, {"causal": True}, 1),
@@ -291,12 +298,16 @@ def test_one_head_of_keys_fills_the_gpu_if_its_queries_are_split(causal):
         assert (limits.hopper_bwd_ordered(problem(x, o)) is None) == causal
 
 
-@pytest.mark.parametrize(("length", "each"), [(1024, 4), (2048, 4), (4096, 2)])
-def test_programs_in_order_take_fewer_heads_where_queries_are_many(length, each):
-    q, k = (torch.empty(8, n, length, 128, dtype=torch.bfloat16, device="meta") for n in (32, 4))
+@pytest.mark.parametrize(("batch", "length", "heads"), [(8, 1024, 8), (16, 512, 16), (4, 4096, 4), (7, 4096, 4)])
+def test_heads_that_wait_for_each_other_abreast_go_in_equal_groups(batch, length, heads):
+    """Those of few heads that are left over would all wait for the first keys."""
+    q, k = (torch.empty(batch, n, length, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
-        assert backward._launches(x, o, q, q, (q, k, k), False, False, True).splits == 8 // each
+        main = backward._launches(x, o, q, q, (q, k, k), False, False, True).main
+    assert main.meta["ABREAST"] and not main.meta["UP"]
+    assert main.scalars[main.kernel.arg_names[18:].index("group")] == heads
+    assert batch * 8 % heads == 0
 
 
 @pytest.mark.parametrize(("length", "way", "group"), [(2048, "up", 8), (16384, "up", 4), (131072, "up", 4),
@@ -417,10 +428,10 @@ def test_the_sum_of_a_bias_skips_only_what_nobody_sees(window):
 
 
 def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: bool = True, up: bool = False,
-             descending: bool = False) -> bool:  # fmt: skip
+             descending: bool = False, abreast: int = 1) -> bool:  # fmt: skip
     """Whether programs that take tiles by number and wait as `feed.adder` does come to an end, whatever order they run
     in; each adds in the order of the keys (from the last to the first if `descending`), or, not ordered, behind the
-    first that visit the block; up: that came to it."""
+    first that visit the block; up: that came to it. abreast: heads that share keys, visited block by block."""
     n_n = math.ceil(shape[1] / 128)
     tiles = [(head, n_n - 1 - j if descending else j) for j in range(n_n) for head in range(heads)]
     if take == "backwards":
@@ -449,13 +460,13 @@ def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: 
                 yield False
             turns[head, m] = 1
             yield True
-        for m in reversed(range(begin, begin + count)) if not up else ():
-            first = j == 0 or m >= before_begin + before_count
-            while turns[head, m] < (0 if first else j if ordered else 1):
+        for m, h in itertools.product(reversed(range(begin, begin + count)), range(abreast)) if not up else ():
+            first, at = j == 0 or m >= before_begin + before_count, (head, m, h)
+            while turns[at] < (0 if first else j if ordered else 1):
                 yield False
-            assert turns[head, m] <= j and (turns[head, m] == 0) == first
+            assert turns[at] <= j and (turns[at] == 0) == first
             if ordered or first:
-                turns[head, m] = j + 1
+                turns[at] = j + 1
             yield True
 
     while tiles or running:
@@ -501,7 +512,7 @@ def test_masks_without_a_branch(lengths, left, right, block):
             assert torch.equal(masked(scores, row, of, "left", plan).expand(64, block), wanted)
 
 
-@pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}])
+@pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}, {"abreast": 3}])
 @pytest.mark.parametrize("programs", [1, 2, 5, 132])
 @pytest.mark.parametrize("shape", SHAPES[::5])
 def test_programs_that_wait_for_each_other_end(shape, programs, how):
@@ -509,18 +520,19 @@ def test_programs_that_wait_for_each_other_end(shape, programs, how):
     assert finishes(shape, 3, programs, **how)
 
 
-CAUSAL = [s for s in SHAPES if s[2] < 0 <= s[3] and s[4] is None and s[0] <= s[1]]
+EDGE = [s for s in SHAPES if s[3] >= 0 and s[4] is None and s[0] <= s[1]]  # to the right: causal masks, windows
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 132])
-@pytest.mark.parametrize("shape", [*CAUSAL, (1500, 2049, -1, 0, None, 64)])
+@pytest.mark.parametrize("shape", [*EDGE, (1500, 2049, -1, 0, None, 64)])
 def test_programs_that_wait_for_the_keys_behind_end(shape, programs):
     random.seed(0)
     assert finishes(shape, 3, programs, descending=True)
-    assert programs > 1 or shape[1] < 256 or not finishes(shape, 3, programs, take="backwards", descending=True)
+    backwards_ends = shape[1] < 256 or 0 <= shape[2] < 128  # nobody has keys behind that see the same queries
+    assert programs > 1 or backwards_ends or not finishes(shape, 3, programs, take="backwards", descending=True)
 
 
-@pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}])
+@pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}, {"abreast": 3}])
 def test_programs_that_wait_for_those_that_have_not_begun_do_not_end(how):
     """Who waits only for those that came before it to a block waits for none of them."""
     assert finishes((700, 700, -1, -1, None, 64), 3, 5, take="backwards", **how) == ("up" in how)
@@ -544,6 +556,7 @@ def test_ordered_sums_repeat_under_load(cuda):
     for dim, kv_heads, len_k, options in (
         (64, 8, 1900, {}), (64, 2, 1900, {"causal": True}), (64, 8, 1900, {"causal": True, "kv_lens": lens}),
         (128, 2, 1900, {}), (128, 8, 1900, {"causal": True}), (128, 8, 1300, {"causal": True}),
+        (128, 8, 1900, {"window": (300, 0)}),
     ):  # fmt: skip
         q, dout = (torch.randn(3, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(3, kv_heads, len_k, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))

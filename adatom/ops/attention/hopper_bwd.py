@@ -56,6 +56,7 @@ from adatom.tiles.hopper import (
 _APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
 # to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, see docs/hopper.md
+_ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
 _LONG = 4096  # queries from which on some ways are faster; measured
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -97,11 +98,11 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
                 RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
-                IN_TURN: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr,
-                DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-                RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
-                TILES: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
-                KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                ABREAST: gl.constexpr, IN_TURN: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr,
+                EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr,
+                PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr,
+                BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, SUMS: gl.constexpr,
+                WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -115,8 +116,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   FIRST, CLAIM, UP, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES,
-                                   RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE, KV_STAGES)
+                                   FIRST, CLAIM, UP, ABREAST, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS,
+                                   STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -225,15 +226,19 @@ def _inside(call: Call, dim: int, config: Config) -> int:
     return n_m if dim == 32 and n_m <= _INSIDE and not call.varlen and call.heads == call.kv_heads else 0
 
 
-def _splits(call: Call, dim: int, ordered: bool) -> int:
+def _splits(call: Call, dim: int) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
     and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper.md). Not where keys
     are many more than queries: all parts of dK take no more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
-    few = dim <= 64 or ordered and call.len_q >= _LONG
-    sharing, most = call.heads // max(call.kv_heads, 1), 2 if few else 4
+    sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
     return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
+
+
+def _equal(heads: int, sizes: range) -> int:
+    """The first of `sizes` of groups that divides `heads`, or, if none does, the first."""
+    return next((size for size in sizes if heads % size == 0), sizes[0])
 
 
 def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
@@ -252,35 +257,41 @@ class Way(NamedTuple):
     first: bool = False
     claim: bool = False
     up: bool = False
+    abreast: bool = False
     in_turn: bool = False
     loops: int = 1
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
 
 
-def _way(call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, softcap: bool) -> Way:
-    """What was fastest (docs/hopper.md). Nobody waits for the keys before but where tiles are taken by number: a
-    program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
-    causal, plain = call.right >= 0 and call.left < 0, call.x.bias is None
-    masked, long = call.right >= 0 or call.left >= 0, call.len_q >= _LONG
+def _way(
+    call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, sums: bool, softcap: bool
+) -> Way:  # fmt: skip
+    """What was fastest (docs/hopper_backward.md). Nobody waits for the keys before but where tiles are taken by number:
+    a program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
+    edge, window = call.right >= 0, call.left >= 0
+    causal, plain = edge and not window, call.x.bias is None
+    wide, long, shared = dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads
     first = not inside
-    look = first and (lens or call.varlen or call.len_q > call.len_k and masked)
+    look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
     loops = 1
-    if plain and masked and not inside:
-        if call.right >= 0 and call.left >= 0:
+    if plain and first:
+        if edge and window:
             loops = 1 if softcap else 3  # three would spill
-        elif causal and (dim <= 64 or long or not call.even(call.len_k, BLOCK_N.value)):
+        elif softcap and dim == 64:
+            loops = 1  # two would spill under Triton 3.9
+        elif causal and (not wide or long or not call.even(call.len_k, BLOCK_N.value)):
             loops = 2
     if ordered:
-        up = first and not look and causal and dim > 32
-        return Way("one" if tiles == "static" else tiles, first, up=up, loops=loops, look=look)
+        abreast = causal and wide and shared and not sums
+        up = first and not look and not abreast and (causal and dim > 32 or edge and window and wide)
+        return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
     if tiles == "static" and plain and long:
         return Way(tiles, in_turn=True, cut=True)
     if tiles == "static":
         first = first and (plain or call.meta["BIAS"] == FULL.value)
-    wide = dim > 64
-    up = first and causal and dim > 32 and (wide or not look) and (long or wide and call.heads == call.kv_heads)
-    if up and plain and wide and not look and call.heads == call.kv_heads and call.len_q >= _CLEARED:
+    up = first and causal and dim > 32 and (wide or not look) and (long or wide and not shared)
+    if up and plain and wide and not look and not shared and call.len_q >= _CLEARED:
         return Way(tiles, up=True, loops=loops)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
@@ -296,16 +307,16 @@ def _launches(
     config = CONFIGS[dim, left or right or lens or call.varlen]
     assert dim < 128 or (config.parts, config.late) == (1, False)  # Plan.DENSE waits for products in that order
     inside = _inside(call, dim, config)
-    splits = _splits(call, dim, ordered)
+    splits = _splits(call, dim)
     call.kv_heads *= splits  # from here on each part is a head
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
     ordered = ordered and not inside
-    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, o.softcap > 0)
+    dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
+    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0)
     turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
-    dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
     before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=not (inside or way.first),
@@ -324,12 +335,14 @@ def _launches(
     crowd = ordered and not way.up
     if crowd:  # so many heads that those who wait for each other do not fill the GPU
         together = max(together, 3 * call.device.sms * m // sharing)
-        least = max(least, _TOGETHER // sharing) if right else 1
+        least = max(least, (_ABREAST if way.abreast else _TOGETHER) // sharing, 1) if right else 1
     group = max(1, min(n_heads, max(together // call.len_q, least)))
     if inside:
         group = 1
-    elif (right or way.cut) and not call.varlen and not crowd:  # equal groups if there can be
-        group = next((g for g in range(group, group // 2, -1) if n_heads % g == 0), group)
+    elif way.abreast:  # of few heads that are left over, all programs would wait for the first keys
+        least, group = _equal(call.kv_heads, range(least, 2 * least)), _equal(n_heads, range(group, 2 * group))
+    elif (right or way.cut) and not call.varlen and not crowd:
+        group = _equal(n_heads, range(group, group // 2, -1))
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
@@ -356,8 +369,8 @@ def _launches(
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ADDER": turns or way.up, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "IN_TURN": way.in_turn, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True, "ONCE": way.tiles == "one",
-            "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
+            "ABREAST": way.abreast, "IN_TURN": way.in_turn, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
+            "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
             "INSIDE": inside, "KV_STAGES": 2 if inside or room and way.tiles == "dynamic" else 1,

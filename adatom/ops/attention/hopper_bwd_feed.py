@@ -72,6 +72,7 @@ class Plan:
     FIRST: bool  # the first piece of a sum of dQ is stored: nobody has cleared it
     CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
+    ABREAST: bool  # tiles visit a block of queries of all heads that share their keys, then the next block
     IN_TURN: bool  # the consumers multiply dQ in turn, all of a visit's at once
     LOOPS: int  # over blocks of queries: 2, 3: those that need no mask have one of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
@@ -160,7 +161,9 @@ def before_first(hk, first, begin, sharing, stride):
 @gluon.jit
 def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     """What `visit` makes the first visit of."""
-    if PLAN.UP:
+    if PLAN.ABREAST:
+        return begin + blocks, hk * sharing, first + begin + blocks
+    elif PLAN.UP:
         last = begin + blocks - 1
         return last, hk * sharing + sharing, first + sharing * stride + last
     else:
@@ -168,9 +171,14 @@ def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr)
 
 
 @gluon.jit
-def visit(m, h, block, begin, blocks, stride, PLAN: gl.constexpr):
-    """The next block of queries that a tile visits, as `step` gives it; UP: in each head from the first to the last."""
-    if PLAN.UP:
+def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
+    """The next block of queries that a tile visits, as `step` gives it; UP: in each head from the first to the last;
+    ABREAST: of the next head, or, behind the first one, the block before of the last head."""
+    if PLAN.ABREAST:
+        new = h == hk * sharing
+        block += gl.where(new, (sharing - 1) * stride - 1, -stride)
+        return m - gl.where(new, 1, 0), h + gl.where(new, sharing - 1, -1), block
+    elif PLAN.UP:
         new = m == begin + blocks - 1
         block += gl.where(new, 1 - blocks - stride, 1)
         return gl.where(new, begin, m + 1), h - gl.where(new, 1, 0), block
@@ -353,7 +361,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         load_tile(K, b_k, hk // splits, n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
-            m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
+            m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
             i = slot(n, STAGES)
             row = block * BLOCK_M
             if PLAN.DENSE:
@@ -442,7 +450,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             index = n0 // BLOCK_N
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
-            m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
+            m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
             at = Turns + (block * 2 + C)
             if PLAN.DESCENDING:
                 first_keys = (index == 0) | (m < before_begin)

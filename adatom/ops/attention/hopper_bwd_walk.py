@@ -294,13 +294,14 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     ragged = edges[0] < HALF
     LOOPS: gl.constexpr = PLAN.LOOPS
     start = n
-    for _round in range(sharing if LOOPS > 1 else 1):
+    ONE_ROUND: gl.constexpr = LOOPS == 1 or PLAN.ABREAST  # of all heads, not one for each
+    for _round in range(1 if ONE_ROUND else sharing):
         for kind in gl.static_range(LOOPS):
-            visits = _visits(_cuts(kind, PLAN), span, ragged, PLAN) if LOOPS > 1 else blocks * sharing
-            for j in range(visits):
+            visits = _visits(_cuts(kind, PLAN), span, ragged, PLAN) if LOOPS > 1 else blocks
+            for j in range(visits * sharing if ONE_ROUND else visits):
                 begun = n > start if LOOPS > 1 else j > 0  # and dQ of the block before is still to be multiplied
                 before = block
-                m, h, block = visit(m, h, block, begin, blocks, stride, PLAN)
+                m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
                 i = slot(n, STAGES)
                 key_bias = _key_bias(given, b, h, n0 + C * HALF, len_k, PLAN, S)
                 wait_full(q_full, n, STAGES)
