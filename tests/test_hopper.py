@@ -27,7 +27,6 @@ pytest.importorskip("triton.experimental.gluon")
 from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
 from adatom.ops.attention import hopper_bwd_bias as bias_pass  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
-from adatom.ops.attention import hopper_bwd_walk as walk  # noqa: E402
 from adatom.ops.attention import hopper_fwd_plan as plan  # noqa: E402
 from adatom.ops.attention.triton_call import Call  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
@@ -481,35 +480,6 @@ def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: 
             return False
         running = left
     return True
-
-
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (-1, 77), (200, 0), (30, 77), (3, 2)])
-@pytest.mark.parametrize("lengths", [(640, 640), (300, 1000), (1000, 300)])
-def test_masks_without_a_branch(lengths, left, right, block):
-    """Numbers that split a query's place in two mask what the query does not see; blocks that lie behind the edge to
-    the right, by the edge to the left alone."""
-    len_q, len_k = lengths
-    tensors = SimpleNamespace(
-        arange=lambda begin, end, layout: torch.arange(begin, end),
-        SliceLayout=lambda *_: None,
-        where=lambda seen, *_: seen,
-    )
-    masked, edges = as_python(walk._masked, gl=tensors, HALF=64), as_python(walk._edges, HALF=64)
-    scores = SimpleNamespace(type=SimpleNamespace(layout=None), shape=[64, block])
-    plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, LEFT=left >= 0, RIGHT=right >= 0)
-    for n0, c, row in itertools.product(range(0, len_k, 128), (0, 1), range(0, len_q, block)):
-        key = torch.arange(64)[:, None] + n0 + c * 64
-        at = torch.arange(block) + row + len_k - len_q
-        of = edges(n0, len_q, len_k, left, right, c)
-        got = masked(scores, row, of, "any", plan)
-        if right < 0 and plan.EVEN_N:
-            assert got is scores
-            continue
-        wanted = (key < len_k) & ((key <= at + right) | (right < 0)) & ((key >= at - left) | (left < 0))
-        assert torch.equal(got.expand(64, block), wanted)
-        if left >= 0 and bool((key <= at + right).all()) and n0 + 128 <= len_k:
-            assert torch.equal(masked(scores, row, of, "left", plan).expand(64, block), wanted)
 
 
 @pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}, {"abreast": 3}])

@@ -226,6 +226,35 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
         assert seen == sorted(seen, reverse=not up) == list(range(begin, begin + count))[:: 1 if up else -1]
 
 
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (-1, 77), (200, 0), (30, 77), (3, 2)])
+@pytest.mark.parametrize("lengths", [(640, 640), (300, 1000), (1000, 300)])
+def test_masks_without_a_branch(lengths, left, right, block):
+    """Numbers that split a query's place in two mask what the query does not see; blocks that lie behind the edge to
+    the right, by the edge to the left alone."""
+    len_q, len_k = lengths
+    tensors = SimpleNamespace(
+        arange=lambda begin, end, layout: torch.arange(begin, end),
+        SliceLayout=lambda *_: None,
+        where=lambda seen, *_: seen,
+    )
+    masked, edges = as_python(walk._masked, gl=tensors, HALF=64), as_python(walk._edges, HALF=64)
+    scores = SimpleNamespace(type=SimpleNamespace(layout=None), shape=[64, block])
+    plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, LEFT=left >= 0, RIGHT=right >= 0)
+    for n0, c, row in itertools.product(range(0, len_k, 128), (0, 1), range(0, len_q, block)):
+        key = torch.arange(64)[:, None] + n0 + c * 64
+        at = torch.arange(block) + row + len_k - len_q
+        of = edges(n0, len_q, len_k, left, right, c)
+        got = masked(scores, row, of, "any", plan)
+        if right < 0 and plan.EVEN_N:
+            assert got is scores
+            continue
+        wanted = (key < len_k) & ((key <= at + right) | (right < 0)) & ((key >= at - left) | (left < 0))
+        assert torch.equal(got.expand(64, block), wanted)
+        if left >= 0 and bool((key <= at + right).all()) and n0 + 128 <= len_k:
+            assert torch.equal(masked(scores, row, of, "left", plan).expand(64, block), wanted)
+
+
 def circle(programs, ahead):
     """Whether programs that claim pieces can come to wait for each other, in any order of events. Each has tiles of
     (head, blocks visited), and for each of two consumers a warp that adds its pieces."""
