@@ -4,18 +4,18 @@
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dsinks = -sum exp(sink - lse) delta
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys,
-from the last to the first (Plan.UP: upwards); under a causal mask of a few of these heads, and what programs find for
-one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in
-registers as left operands of dV and dK. dS also goes through shared memory: each consumer multiplies one half of
-dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and adds it to a float32 sum in memory by TMA. A
-kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah
-et al., arXiv:2407.08608.
+from the last to the first (Plan.UP: upwards; Plan.ABREAST: a block of all heads, then the next one); under a causal
+mask of a few of these heads, and what programs find for one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T
+are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and dK. dS also goes through shared
+memory: each consumer multiplies one half of dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and
+adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one behind rounds the sum to dQ
+(hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first), and others wait
 for that; or the kernel ahead clears the sum (not Plan.FIRST). They add in whatever order they come to it, which alone
 varies from run to run: dK and dV repeat bit for bit, dQ but for rounding. ORDERED: at each block of queries they wait
-for the keys before, or, under a causal mask, behind (hopper_bwd_feed.py). A block that nobody visits has no piece: the
-kernel behind sees that, and writes zeros.
+for the keys before, or, where tiles walk upwards, behind (hopper_bwd_feed.py). A block that nobody visits has no piece:
+the kernel behind sees that, and writes zeros.
 """
 
 from typing import NamedTuple
@@ -55,8 +55,8 @@ from adatom.tiles.hopper import (
 
 _APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
 # to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
-_TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, see docs/hopper.md
-_ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
+_TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, docs/hopper_backward.md
+_ABREAST = 12  # the same where tiles visit the heads that share their keys abreast; measured, as above
 _LONG = 4096  # queries from which on some ways are faster; measured
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -228,8 +228,8 @@ def _inside(call: Call, dim: int, config: Config) -> int:
 
 def _splits(call: Call, dim: int) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper.md). Not where keys
-    are many more than queries: all parts of dK take no more memory than twice q."""
+    and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper_backward.md). Not
+    where keys are many more than queries: all parts of dK take no more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
     sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4

@@ -4,17 +4,17 @@ Also what all of them agree on: which tile is whose, and which blocks of queries
 
 The order of the sums: pieces of dQ of a block of queries are added by ascending keys. Each has a number in memory, that
 of the blocks of keys that are through with it, and waits until it is that of the keys before, if those visit the block.
-Every tile visits its blocks in one order, all heads from the last to the first, and the blocks of each. A tile waits
-only for that of the keys before, which has a lower number, and tiles are taken by number: whoever is waited for is
-running or done. The tile with the lowest number of those that run waits for nobody, so that one always goes on. What
-runs beside it, and how many programs there are, does not matter. Where sums need no order, all wait for the first keys
-that visit the block, and for nobody else; or, CLAIM, for whoever claimed its piece, so that tiles may be taken in any
-order; or, where the sum was cleared ahead, for nobody.
+Every tile visits its blocks in one order, all heads from the last to the first, and the blocks of each (ABREAST: the
+blocks, and all heads of each). A tile waits only for that of the keys before, which has a lower number, and tiles are
+taken by number: whoever is waited for is running or done. The tile with the lowest number of those that run waits for
+nobody, so that one always goes on. What runs beside it, and how many programs there are, does not matter. Where sums
+need no order, all wait for the first keys that visit the block, and for nobody else; or, CLAIM, for whoever claimed its
+piece, so that tiles may be taken in any order; or, where the sum was cleared ahead, for nobody.
 
-Under a causal mask sums in order go by descending keys, and tiles upwards (DESCENDING): the last keys see the fewest
-queries and begin at the diagonal, where nobody was before them. The keys before begin no sooner, and one or two blocks
-further down, so that they come to a block when the others have left it, and hardly ever wait. "Before" means behind
-then, in all that was said.
+Under a causal mask or a window sums in order may go by descending keys, and tiles upwards (DESCENDING): the last keys
+see the fewest queries and begin at the diagonal, where nobody was before them. The keys before begin no sooner, and one
+or two blocks further down, so that they come to a block when the others have left it, and hardly ever wait. "Before"
+means behind then, in all that was said.
 
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
