@@ -237,7 +237,7 @@ def test_what_a_tile_visits(shape, sharing, way):
         blocks = range(begin, begin + count) if plan.UP else reversed(range(begin, begin + count))
         wanted = list(itertools.product(reversed(range(sharing)), blocks))
         if plan.ABREAST:
-            wanted.sort(key=lambda visit: visit[::-1], reverse=True)
+            wanted.sort(key=lambda at: at[::-1], reverse=True)
         at = before_visits(hk, first, begin, count, sharing, stride, plan)
         for h, m in wanted:
             at = visit(*at, hk, begin, count, sharing, stride, plan)
@@ -306,7 +306,6 @@ def test_heads_that_wait_for_each_other_abreast_go_in_equal_groups(batch, length
         main = backward._launches(x, o, q, q, (q, k, k), False, False, True).main
     assert main.meta["ABREAST"] and not main.meta["UP"]
     assert main.scalars[main.kernel.arg_names[18:].index("group")] == heads
-    assert batch * 8 % heads == 0
 
 
 @pytest.mark.parametrize(("length", "way", "group"), [(2048, "up", 8), (16384, "up", 4), (131072, "up", 4),
@@ -459,7 +458,9 @@ def finishes(shape, heads: int, programs: int, take: str = "in order", ordered: 
                 yield False
             turns[head, m] = 1
             yield True
-        for m, h in itertools.product(reversed(range(begin, begin + count)), range(abreast)) if not up else ():
+        for m, h in (
+            itertools.product(reversed(range(begin, begin + count)), reversed(range(abreast))) if not up else ()
+        ):
             first, at = j == 0 or m >= before_begin + before_count, (head, m, h)
             while turns[at] < (0 if first else j if ordered else 1):
                 yield False
@@ -498,8 +499,7 @@ EDGE = [s for s in SHAPES if s[3] >= 0 and s[4] is None and s[0] <= s[1]]  # to 
 def test_programs_that_wait_for_the_keys_behind_end(shape, programs):
     random.seed(0)
     assert finishes(shape, 3, programs, descending=True)
-    backwards_ends = shape[1] < 256 or 0 <= shape[2] < 128  # nobody has keys behind that see the same queries
-    assert programs > 1 or backwards_ends or not finishes(shape, 3, programs, take="backwards", descending=True)
+    assert programs > 1 or shape[1] < 256 or not finishes(shape, 3, programs, take="backwards", descending=True)
 
 
 @pytest.mark.parametrize("how", [{}, {"ordered": False}, {"up": True}, {"abreast": 3}])
@@ -526,7 +526,8 @@ def test_ordered_sums_repeat_under_load(cuda):
     for dim, kv_heads, len_k, options in (
         (64, 8, 1900, {}), (64, 2, 1900, {"causal": True}), (64, 8, 1900, {"causal": True, "kv_lens": lens}),
         (128, 2, 1900, {}), (128, 8, 1900, {"causal": True}), (128, 8, 1300, {"causal": True}),
-        (128, 8, 1900, {"window": (300, 0)}),
+        (128, 8, 1900, {"window": (300, 0)}), (128, 8, 1900, {"window": (100, 50)}), (128, 2, 1900, {"causal": True}),
+        (128, 2, 1900, {"causal": True, "kv_lens": lens}),
     ):  # fmt: skip
         q, dout = (torch.randn(3, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(3, kv_heads, len_k, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))

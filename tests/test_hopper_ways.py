@@ -116,8 +116,23 @@ def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, windo
     assert fast.meta["UP"] == (causal and dim == 128)
 
 
+def test_heads_that_share_keys_go_abreast_but_under_windows_or_beside_sums_over_queries():
+    """Whose end is that of a head's last block: a gradient of a bias per key."""
+    q, bias = (torch.empty(2, 8, n, d, dtype=torch.bfloat16, device="meta") for n, d in ((1000, 128), (1, 1000)))
+    lens, k = torch.empty(2, dtype=torch.int32, device="meta"), q[:, ::4]
+    for options, up, abreast in (
+        ({"causal": True}, False, True), ({"causal": True, "kv_lens": lens}, False, True),
+        ({"window": (300, 0)}, True, False), ({"causal": True, "bias": bias}, True, False),
+    ):  # fmt: skip
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q, k=k, v=k, **options)
+            meta = backward._launches(x, o, q, q, (q, k, k), False, True, True).main.meta
+        assert (meta["UP"], meta["ABREAST"], meta["SUMS"]) == (up, abreast, "bias" in options)
+
+
 def test_loops_and_walks_of_packed_and_ragged_problems():
-    """Under a causal mask two loops; windows three, with a softcap one; upwards at head_dim 128 whoever visits."""
+    """Under a causal mask two loops; windows three, with a softcap one; at head_dim 64 one with any softcap; upwards at
+    head_dim 128 whoever visits."""
     cu = torch.tensor([0, 700, 1500], dtype=torch.int32, device="meta")
     lens = torch.empty(2, dtype=torch.int32, device="meta")
     for dim, how, ordered, softcap in itertools.product(
@@ -133,8 +148,8 @@ def test_loops_and_walks_of_packed_and_ragged_problems():
                 main = backward._launches(x, o, q, q, (q, k, k), False, False, ordered).main
             plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
             window = options.get("window")
-            narrow = softcap is not None and dim == 64  # more loops would spill
-            assert plan.LOOPS == (1 if narrow else 2 if window is None else 3 if window[1] == 0 and not softcap else 1)
+            spills = softcap is not None and dim == 64
+            assert plan.LOOPS == (1 if spills else 2 if window is None else 3 if window[1] == 0 and not softcap else 1)
             assert plan.UP == (window is None and dim == 128 and not ordered)
             assert plan.CLAIM != plan.ORDERED and plan.ADDER and plan.FIRST
 
@@ -193,37 +208,38 @@ def test_consumers_that_multiply_dq_in_turn_meet(seed):
     assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
 
 
-@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("way", ["down", "up", "abreast"])
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("left", [-1, 0, 2, 100, 300])
 @pytest.mark.parametrize("right", [0, 2, 300])
 @pytest.mark.parametrize("lengths", [(640, 640), (300, 1024), (1000, 384), (100, 128), (555, 700)])
-def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block_m, up):
+def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block_m, way):
     """A tile's visits are in two loops, under a window in three, as `walk._walk` counts them; of those that only the
     edge to the left may cut, the other cuts none."""
     len_q, len_k = lengths
     of = SimpleNamespace(
         LEFT=left >= 0, RIGHT=True, LENS=False, VARLEN=False, CUT=False, EVEN_N=len_k % 128 == 0, BLOCK_M=block_m,
-        UP=up, ABREAST=False, LOOPS=3 if left >= 0 else 2,
+        UP=way == "up", ABREAST=way == "abreast", LOOPS=3 if left >= 0 else 2,
     )  # fmt: skip
     blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit, visits = as_python(feed.visit, step=as_python(feed.step)), as_python(walk._visits)
-    stride = math.ceil(len_q / block_m)
+    stride, sharing = math.ceil(len_q / block_m), 3 if of.ABREAST else 1
     for n0 in range(0, len_k, 128):
         ragged = n0 + 128 > len_k
         span = begin, *_, count = blocks_of(n0, len_q, len_k, left, right, of)
-        at, seen = before_visits(0, 0, begin, count, 1, stride, of), []
+        at, seen = before_visits(0, 0, begin, count, sharing, stride, of), []
         for kind in range(of.LOOPS):
             cuts = walk._cuts(kind, of)
-            for _ in range(visits(cuts, span, ragged, of)):
-                at = visit(*at, 0, begin, count, 1, stride, of)
+            for _ in range(visits(cuts, span, ragged, of) * sharing):
+                at = visit(*at, 0, begin, count, sharing, stride, of)
                 seen.append(at[0])
                 queries = range(at[0] * block_m, min((at[0] + 1) * block_m, len_q))
                 first, last = (i + len_k - len_q for i in (queries[0], queries[-1]))
                 assert cuts == "right" or not ragged and n0 + 127 <= first + right
                 assert cuts != "none" or left < 0 or last - left <= n0
-        assert seen == sorted(seen, reverse=not up) == list(range(begin, begin + count))[:: 1 if up else -1]
+        wanted = [m for m in range(begin, begin + count) for _ in range(sharing)]
+        assert seen == wanted[:: 1 if of.UP else -1]
 
 
 @pytest.mark.parametrize("block", [64, 128])

@@ -68,6 +68,9 @@ def test_hopper_where_it_is_faster():
     for keys, dim, backend in ((64, 128, "triton"), (128, 128, "hopper_ordered"), (128, 64, "hopper_ordered")):
         ordered = HOPPER._replace(window=True, window_keys=keys, head_dim=dim, head_dim_v=dim, deterministic=True)
         assert choose("attention_bwd", ordered).backend == backend
+    lens = ordered._replace(kv_lens=True, window_keys=256, head_dim=128, head_dim_v=128)
+    assert choose("attention_bwd", lens).backend == "triton"
+    assert choose("attention_bwd", lens._replace(window_keys=512)).backend == "hopper_ordered"
     assert choose("attention_bwd", HOPPER._replace(kv_lens=True)).backend == "hopper"
     assert choose("attention_bwd", HOPPER._replace(deterministic=True)).backend == "hopper_ordered"
     assert choose("attention_bwd", HOPPER, "deterministic").backend == "hopper_ordered"
