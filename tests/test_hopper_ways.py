@@ -116,6 +116,20 @@ def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, windo
     assert fast.meta["UP"] == (causal and dim == 128)
 
 
+@pytest.mark.parametrize(("batch", "length", "causal", "up", "group"), [
+    (8, 4096, False, False, 4), (32, 1024, False, False, 16), (1, 4096, False, False, 8), (1, 2048, False, False, 16),
+    (1, 4096, True, False, 16), (1, 2048, True, True, 16), (8, 4096, True, True, 4),
+])  # fmt: skip
+def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch, length, causal, up, group):
+    """And the longest tiles come first there, though they are under a causal mask."""
+    q = torch.empty(batch, 16, length, 128, dtype=torch.bfloat16, device="meta")
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal)
+        main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
+    assert main.meta["UP"] == up
+    assert main.scalars[main.kernel.arg_names[18:].index("group")] == group
+
+
 def test_heads_that_share_keys_go_abreast_but_under_windows_or_beside_sums_over_queries():
     """Whose end is that of a head's last block: a gradient of a bias per key."""
     q, bias = (torch.empty(2, 8, n, d, dtype=torch.bfloat16, device="meta") for n, d in ((1000, 128), (1, 1000)))

@@ -57,6 +57,7 @@ _APART = 4  # heads in flight at least where tiles walk upwards: those of one he
 # to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, docs/hopper_backward.md
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast; measured, as above
+_FEW = 4  # tiles a multiprocessor below which, in order, rather more heads go together; measured, as above
 _LONG = 4096  # queries from which on some ways are faster; measured
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -265,7 +266,7 @@ class Way(NamedTuple):
 
 
 def _way(
-    call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, sums: bool, softcap: bool
+    call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, sums: bool, softcap: bool, few: bool
 ) -> Way:  # fmt: skip
     """What was fastest (docs/hopper_backward.md). Nobody waits for the keys before but where tiles are taken by number:
     a program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
@@ -276,15 +277,16 @@ def _way(
     look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
     loops = 1
     if plain and first:
-        if edge and window:
-            loops = 1 if softcap else 3  # three would spill
-        elif softcap and dim == 64:
-            loops = 1  # two would spill under Triton 3.9
+        if softcap and (edge and window or dim == 64):
+            loops = 1  # three would spill, and two under Triton 3.9
+        elif edge and window:
+            loops = 3
         elif causal and (not wide or long or not call.even(call.len_k, BLOCK_N.value)):
             loops = 2
     if ordered:
         abreast = causal and wide and shared and not sums
-        up = first and not look and not abreast and (causal and dim > 32 or edge and window and wide)
+        convoy = look or abreast or causal and wide and few and long
+        up = first and not convoy and (causal and dim > 32 or edge and window and wide)
         return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
     if tiles == "static" and plain and long:
         return Way(tiles, in_turn=True, cut=True)
@@ -313,7 +315,9 @@ def _launches(
     wide = dk.dtype != x.k.dtype
     ordered = ordered and not inside
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
-    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0)
+    n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
+    few = n_tiles < _FEW * call.device.sms
+    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0, few)
     turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
@@ -321,7 +325,6 @@ def _launches(
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
     before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=not (inside or way.first),
                           TURNS=turns, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
-    n_tiles = call.programs(call.len_k, n, kv=True)
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     sharing = call.heads // max(call.kv_heads, 1)
     rest = n_tiles % call.device.sms  # of the last round, of programs that take tiles in turn
@@ -341,8 +344,9 @@ def _launches(
         group = 1
     elif way.abreast:  # of few heads that are left over, all programs would wait for the first keys
         least, group = _equal(call.kv_heads, range(least, 2 * least)), _equal(n_heads, range(group, 2 * group))
-    elif (right or way.cut) and not call.varlen and not crowd:
-        group = _equal(n_heads, range(group, group // 2, -1))
+    elif (way.cut or right != crowd) and not call.varlen:
+        sizes = range(group, 2 * group) if crowd and few else range(group, group // 2, -1)
+        group = _equal(n_heads, sizes)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
