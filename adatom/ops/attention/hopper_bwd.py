@@ -57,7 +57,7 @@ _APART = 4  # heads in flight at least where tiles walk upwards: those of one he
 # to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, docs/hopper_backward.md
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast; measured, as above
-_FEW = 4  # tiles a multiprocessor below which, in order, rather more heads go together; measured, as above
+_FEW = 4  # tiles a multiprocessor below which, in order, more heads go together, the longest first; measured, as above
 _LONG = 4096  # queries from which on some ways are faster; measured
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
