@@ -70,9 +70,9 @@ def test_tiles_are_cut_where_that_ends_sooner():
 
 def test_which_way_a_plan_goes():
     """Pieces are claimed but where tiles are taken by number, or, upwards from 8192 queries on, the sum is cleared. Up:
-    under a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; in turn, the last tiles
-    cut: without a mask at head_dim 128; blocks without a mask apart from others: under a causal one, there if it is
-    long."""
+    under a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a
+    full bias; in turn, the last tiles cut: without a mask at head_dim 128; blocks without a mask apart from others:
+    under a causal one, there if it is long."""
     flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
     for dim, length, bias, causal, ordered, shared in flags:
         q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
@@ -88,7 +88,7 @@ def test_which_way_a_plan_goes():
         cleared = causal and dim > 64 and length == 8192 and plain and not (ordered or shared)
         assert plan.ABREAST == (causal and dim > 64 and ordered and shared)
         up = causal and dim > 32 and (ordered or long or dim > 64 and not shared)
-        assert plan.UP == (up and not plan.ABREAST)
+        assert plan.UP == (up and not plan.ABREAST and not (ordered and bias == "full" and not shared))
         assert plan.DESCENDING == (plan.UP and ordered)
         assert plan.IN_TURN == (dim > 64 and long and plain and not (causal or ordered))
         inside = dim == 32 and length <= 512 and not shared
@@ -107,7 +107,7 @@ def test_which_way_a_plan_goes():
 @pytest.mark.parametrize("window", [(300, 0), (300, 300), (None, 0), (300, None)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, window):
-    q = torch.empty(2, 8, 1000, dim, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2, 12, 1000, dim, dtype=torch.bfloat16, device="meta")
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=q, v=q, window=window)
         fast, ordered = (backward._launches(x, o, q, q, (q, q, q), False, False, how).main for how in (False, True))
@@ -116,18 +116,32 @@ def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, windo
     assert fast.meta["UP"] == (causal and dim == 128)
 
 
-@pytest.mark.parametrize(("batch", "length", "causal", "up", "group"), [
-    (8, 4096, False, False, 4), (32, 1024, False, False, 16), (1, 4096, False, False, 8), (1, 2048, False, False, 16),
-    (1, 4096, True, False, 16), (1, 2048, True, True, 16), (8, 4096, True, True, 4),
+@pytest.mark.parametrize(("batch", "heads", "length", "causal", "up", "group"), [
+    (8, 16, 4096, False, False, 4), (32, 16, 1024, False, False, 16), (1, 16, 4096, False, False, 16),
+    (2, 16, 4096, False, False, 8), (2, 12, 4096, False, False, 12), (1, 4, 16384, False, False, 4),
+    (1, 13, 1000, False, False, 13), (2, 13, 16384, False, False, 2), (1, 16, 4096, True, False, 16),
+    (1, 16, 2048, True, False, 16), (2, 16, 2048, True, True, 8), (8, 16, 4096, True, True, 4),
+    (1, 8, 32768, True, True, 1), (1, 23, 4096, True, False, 23), (1, 24, 4096, True, True, 6),
 ])  # fmt: skip
-def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch, length, causal, up, group):
-    """And the longest tiles come first there, though they are under a causal mask."""
-    q = torch.empty(batch, 16, length, 128, dtype=torch.bfloat16, device="meta")
+def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch, heads, length, causal, up, group):
+    """And the longest tiles of few heads come first there, though they are under a causal mask."""
+    q = torch.empty(batch, heads, length, 128, dtype=torch.bfloat16, device="meta")
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal)
         main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
     assert main.meta["UP"] == up
-    assert main.scalars[main.kernel.arg_names[18:].index("group")] == group
+    assert dict(zip(main.kernel.arg_names[18:], main.scalars))["group"] == group
+
+
+def test_half_as_many_heads_go_together_beside_a_bias_and_head_dim_64_has_larger_blocks():
+    q, bias = (torch.empty(2, 16, 4096, n, dtype=torch.bfloat16, device="meta") for n in (128, 4096))
+    groups = []
+    for dim, given in ((128, None), (128, bias), (64, None)):
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q[..., :dim], k=q[..., :dim], v=q[..., :dim], bias=given)
+            main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
+        groups.append(dict(zip(main.kernel.arg_names[18:], main.scalars))["group"])
+    assert groups == [8, 4, 8]
 
 
 def test_heads_that_share_keys_go_abreast_but_under_windows_or_beside_sums_over_queries():

@@ -276,6 +276,15 @@ GPU: tuple[Case, ...] = (
     *(Case(f"long {h} {n}", 1, h, 8, 4100, n, 128, 96, F16, causal=n > 4100) for h, n in ((16, 2301), (8, 4224))),
     *(Case(f"long {d} shared", 1, 16, 8, 4100, 4224, d, d, BF16, causal=True) for d in (64, 128)),
     Case("longer 128", 1, 2, 2, 8200, 8320, 128, 128, BF16, causal=True),
+    # so many heads that Hopper's backward in order goes upwards under a causal mask
+    *(Case(f"many heads {n} causal", 3, 8, 8, n, n, 128, 128, BF16, causal=True) for n in (1024, 4096)),
+    Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),
+    *(
+        Case(f"many heads {n} softcap causal 64", 6, 4, 4, 333, n, 64, 64, BF16, causal=True, softcap=5.0)
+        for n in (384, 421)
+    ),
+    Case("many heads odd causal", 6, 4, 4, 777, 1001, 72, 72, F16, causal=True),
+    Case("many heads odd softcap causal", 6, 4, 4, 333, 421, 128, 96, F16, causal=True, softcap=5.0),
     Case("longer 72", 1, 2, 2, 8200, 8200, 72, 72, F16, causal=True),
     # several tiles for each program of Hopper's backward beyond head_dim 128
     Case("deep", 2, 8, 8, 1100, 1300, 256, 256, BF16),

@@ -57,7 +57,10 @@ _APART = 4  # heads in flight at least where tiles walk upwards: those of one he
 # to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
 _TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, docs/hopper_backward.md
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast; measured, as above
-_FEW = 4  # tiles a multiprocessor below which, in order, more heads go together, the longest first; measured, as above
+_AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
+# without a mask; beside a full bias, which passes through L2, too, half as many; measured, as above
+_FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards; half of it: below
+# which more heads go together beside a full bias; measured, as above
 _LONG = 4096  # queries from which on some ways are faster; measured
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -237,11 +240,6 @@ def _splits(call: Call, dim: int) -> int:
     return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
 
 
-def _equal(heads: int, sizes: range) -> int:
-    """The first of `sizes` of groups that divides `heads`, or, if none does, the first."""
-    return next((size for size in sizes if heads % size == 0), sizes[0])
-
-
 def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
     """Where programs write dK or dV: the gradient itself, or the parts of each head's, side by side. Those of float16
     are float32: a part may be larger than what it is added up to."""
@@ -271,7 +269,7 @@ def _way(
     """What was fastest (docs/hopper_backward.md). Nobody waits for the keys before but where tiles are taken by number:
     a program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
     edge, window = call.right >= 0, call.left >= 0
-    causal, plain = edge and not window, call.x.bias is None
+    causal, plain, full = edge and not window, call.x.bias is None, call.meta["BIAS"] == FULL.value
     wide, long, shared = dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads
     first = not inside
     look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
@@ -285,18 +283,52 @@ def _way(
             loops = 2
     if ordered:
         abreast = causal and wide and shared and not sums
-        convoy = look or abreast or causal and wide and few and long
-        up = first and not convoy and (causal and dim > 32 or edge and window and wide)
+        longest_first = causal and not shared and (full or few and call.batch * call.heads < _TOGETHER)
+        descend = first and not (look or abreast or longest_first)
+        up = descend and (causal and dim > 32 or edge and window and wide)
         return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
     if tiles == "static" and plain and long:
         return Way(tiles, in_turn=True, cut=True)
     if tiles == "static":
-        first = first and (plain or call.meta["BIAS"] == FULL.value)
+        first = first and (plain or full)
     up = first and causal and dim > 32 and (wide or not look) and (long or wide and not shared)
     if up and plain and wide and not look and not shared and call.len_q >= _CLEARED:
         return Way(tiles, up=True, loops=loops)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
+
+
+def _equal(heads: int, sizes: range) -> int:
+    """The first of `sizes` of groups that divides `heads`, or, if none does, the first: of heads that are left over in
+    a last group, all programs wait for the first keys."""
+    return next((size for size in sizes if heads % size == 0), sizes[0])
+
+
+def _in_flight(
+    call: Call, dim: int, m: int, way: Way, ordered: bool, inside: bool, full: bool, n_heads: int, n_tiles: int
+) -> tuple[int, int, int]:  # fmt: skip
+    """Which heads of keys go together, before the next ones: of packed sequences, those of so many rows of queries, and
+    at least so many; else so many of all n_heads. Measured, see docs/hopper_backward.md."""
+    sharing, sms, right = call.heads // max(call.kv_heads, 1), call.device.sms, call.right >= 0
+    together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
+    least = _APART if way.up and not ordered else 1
+    if right and not call.varlen and n_tiles < 3 * sms:  # so few that the longest of all heads must come first
+        least = n_heads
+    crowd = ordered and not way.up
+    if crowd:  # so many heads that those who wait for each other do not fill the GPU
+        together = max(together, 3 * sms * m // sharing)
+        least = max(least, (_ABREAST if way.abreast else _TOGETHER) // sharing, 1) if right else 1
+    group = max(1, min(n_heads, max(together // call.len_q, least)))
+    if inside:
+        return together, least, 1
+    if way.abreast:
+        return together, _equal(call.kv_heads, range(least, 2 * least)), _equal(n_heads, range(group, 2 * group))
+    if crowd and not (call.varlen or right or call.left >= 0 or full and n_tiles >= _FEW // 2 * sms):
+        more = (_AT_ONCE // 2 if full else _AT_ONCE) * sms // max(n_tiles, 1)
+        group = min(max(group, more), n_heads)
+    if not call.varlen and (way.cut or right != crowd):
+        group = _equal(n_heads, range(group, group // 2, -1))
+    return together, least, group
 
 
 def _launches(
@@ -316,6 +348,7 @@ def _launches(
     ordered = ordered and not inside
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
+    sharing, full = call.heads // max(call.kv_heads, 1), kind == FULL.value
     few = n_tiles < _FEW * call.device.sms
     way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0, few)
     turns = ordered or way.first
@@ -326,27 +359,10 @@ def _launches(
     before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=not (inside or way.first),
                           TURNS=turns, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
-    sharing = call.heads // max(call.kv_heads, 1)
     rest = n_tiles % call.device.sms  # of the last round, of programs that take tiles in turn
     pieces, whole = pieces_of(rest, n_m, sharing, call.device.sms) if way.cut else 1, n_tiles - rest
     units = whole + rest * pieces
-    together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
-    # heads that go together under a mask: all, where there are so few tiles that the longest must come first
-    least = _APART if way.up and not ordered else 1
-    if right and not call.varlen and n_tiles < 3 * call.device.sms:
-        least = n_heads
-    crowd = ordered and not way.up
-    if crowd:  # so many heads that those who wait for each other do not fill the GPU
-        together = max(together, 3 * call.device.sms * m // sharing)
-        least = max(least, (_ABREAST if way.abreast else _TOGETHER) // sharing, 1) if right else 1
-    group = max(1, min(n_heads, max(together // call.len_q, least)))
-    if inside:
-        group = 1
-    elif way.abreast:  # of few heads that are left over, all programs would wait for the first keys
-        least, group = _equal(call.kv_heads, range(least, 2 * least)), _equal(n_heads, range(group, 2 * group))
-    elif (way.cut or right != crowd) and not call.varlen:
-        sizes = range(group, 2 * group) if crowd and few else range(group, group // 2, -1)
-        group = _equal(n_heads, sizes)
+    together, least, group = _in_flight(call, dim, m, way, ordered, inside > 0, full, n_heads, n_tiles)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
@@ -360,12 +376,12 @@ def _launches(
         "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else piece,
     }  # fmt: skip
     stages = 1
-    if kind == FULL.value:
+    if full:
         blocks["Bias"] = (m // config.parts, n // 2)
         stages = 1 if x.bias.element_size() > 2 else 2  # type: ignore[union-attr]
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
-    room = config.late and kind != FULL.value and not dbias.sums  # for keys and values of the next tile
+    room = config.late and not full and not dbias.sums  # for keys and values of the next tile
     programs = units if way.tiles == "one" else min(n_heads if inside else units, call.device.sms)
     main = Launch(
         _bwd_kernel, programs, scalars,

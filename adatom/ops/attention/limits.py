@@ -298,9 +298,6 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
         return "adds to dQ in order, in a convoy, which takes too long under windows of 256 keys and below"
     if not (p.causal or p.window or _whole_heads(p)) and _keys_of_all(p) < 128 * (3 * p.device.sms // 2):
         return "adds to dQ in order, and without a mask has too few tiles of 128 keys for the GPU"
-    stored = p.bias == "full" and p.bias_grad and not p.bias_shared
-    if stored and max(p.head_dim, p.head_dim_v) > 96 and not p.window and p.batch * p.heads <= 32:
-        return "sums dQ in float32, and beside a bias of each head is no faster than Triton's, which needs no such sum"
     return None
 
 

@@ -319,6 +319,11 @@ COMPILE: tuple[Case, ...] = (
     Case("bf16 256 softcap causal", 2, 4, 2, 512, 512, 256, 256, BF16, softcap=50.0, causal=True),
     Case("bf16 128 softcap causal", 2, 4, 2, 512, 512, 128, 128, BF16, softcap=20.0, causal=True),
     Case("bf16 128 causal longer", 2, 4, 4, 1024, 1024, 128, 128, BF16, causal=True),
+    *(  # in order, upwards
+        Case(f"bf16 {d} many heads {name}causal", 1, 24, 24, 512, 512, d, d, BF16, causal=True, softcap=softcap)
+        for d in (64, 128)
+        for name, softcap in (("", 0.0), ("softcap ", 20.0))
+    ),
     Case("bf16 128 bias b11k causal", 2, 4, 2, 512, 512, 128, 128, BF16, bias="b11k", causal=True),
     Case("bf16 64 apart causal", 2, 4, 2, 512, 512, 64, 64, BF16, layout="apart", causal=True),
     Case("f16 256x128 window kv_lens", 2, 4, 2, 512, 512, 256, 128, F16, window=(64, 32), kv_lens=True),
@@ -399,6 +404,7 @@ COMPILE_TILE: tuple[Case, ...] = (
 QUICK_CASES = (
     "bf16 64 full",
     "bf16 128 causal",
+    "bf16 128 many heads causal",
     "bf16 256 causal",
     "tf32x3 64 full",
     "tf32 64 causal",
