@@ -141,6 +141,12 @@ def test_alibi(per_batch, causal):
     close(out, dense(q, k, v, keep=(j <= i) if causal else None, alibi=bias)[0])
 
 
+def test_alibi_compiles_for_any_length():
+    q, k, v = tensors((2, 6, 3, 8), (2, 6, 3, 8), (2, 6, 3, 8))
+    call = lambda *a: flash_attn_func(*a, alibi_slopes=torch.tensor([0.5, 0.25, 0.125]), causal=True)  # noqa: E731
+    close(torch.compile(call, dynamic=True, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
+
+
 def test_gradients_reach_the_packed_tensor():
     (qkv,) = tensors((2, 6, 3, 2, 8), grad=True)
     out = flash_attn_qkvpacked_func(qkv, causal=True)

@@ -123,11 +123,11 @@ def test_what_others_look_on_goes_the_long_way(short):
         pass
 
     q = torch.randn(1, 2, 8, 16)
-    planned = lambda *a: api._planned((*a, None, None, None), (False, *[None] * 5, False))  # noqa: E731
+    planned = lambda *a: api._planned((*a, None, None, None), OPTIONS)  # noqa: E731
     assert planned(q, q, q) is not None
     assert planned(q, q, q.as_subclass(Mine)) is None
     assert planned(torch._neg_view(q), q, q) is None
-    assert api._planned((q, q, q, None, None, None), (False, [1, 2], *[None] * 4, False)) is None
+    assert api._planned((q, q, q, None, None, None), (None, False, [1, 2], *[None] * 4, False)) is None
     assert planned(q.transpose(2, 3).contiguous().transpose(2, 3), q, q) is None  # would be copied
     seen = []
     torch.func.vmap(lambda x: seen.append(planned(x, x, x)) or x)(q[None])
@@ -150,7 +150,7 @@ def gpu(short, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
 
 
-OPTIONS = (False, *[None] * 5, False)
+OPTIONS = (None, False, *[None] * 5, False)
 
 
 def test_tensors_like_the_latest_take_its_plan(gpu, monkeypatch):
@@ -173,6 +173,19 @@ def test_tensors_like_the_latest_take_its_plan(gpu, monkeypatch):
     assert torch.equal(rows, want[:, None])
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)  # another device is current
     assert torch.equal(adatom.attention(q, k, v), want)
+
+
+@pytest.mark.parametrize(("good", "bad"), [
+    ({"window": (1, 0)}, {"window": (1.0, 0)}), ({"window": (1, 0)}, {"window": (1, -0.0)}),
+    ({"window": (1, 0)}, {"window": (1 + 0j, 0)}), ({"scale": 1.0}, {"scale": 1 + 0j}),
+    ({"softcap": 2.0}, {"softcap": 2 + 0j}),
+])  # fmt: skip
+def test_what_equals_options_of_a_plan_is_refused_all_the_same(gpu, good, bad):
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    for _ in range(2):
+        adatom.attention(q, k, v, **good)
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            adatom.attention(q, k, v, **bad)
 
 
 def test_layers_that_take_turns_keep_their_plans(gpu):

@@ -244,7 +244,8 @@ def _alibi(slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
     seqlen_k = k.shape[1]
     require(
         _dims(slopes) <= {1, 2}
-        and slopes.shape in ((heads,), (batch, heads))
+        and slopes.shape[-1] == heads  # compilers of any length do not know `in`
+        and (slopes.dim() == 1 or slopes.shape[0] == batch)
         and slopes.is_floating_point()
         and slopes.device == q.device,
         f"float alibi_slopes of shape ({heads},) or ({batch}, {heads}), on q's device",

@@ -89,7 +89,8 @@ def attention(
     docs/double_backward.md.
     """
     tensors = q, k, v, bias, sinks, kv_lens
-    options = causal, window, softcap, scale, precision, backend, return_lse
+    kinds = None if window is scale is softcap is None else _kinds(window, scale, softcap)
+    options = kinds, causal, window, softcap, scale, precision, backend, return_lse
     found = _again(tensors, options)
     if found is None:
         if isinstance(q, torch.Tensor) and q.dim() == 5:
@@ -129,8 +130,9 @@ def attention_varlen(
         q: (tokens_q, heads, head_dim). k: (tokens_k, kv_heads, head_dim). v: (tokens_k, kv_heads, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), on the inputs' device: sequence i is tokens
             cu_seqlens[i] to cu_seqlens[i + 1]. Must start at 0, not decrease, and end at the number of tokens: checked
-            on the CPU; on a GPU it is the caller's duty (a check would wait for the device). One tensor given twice
-            says that queries and keys are the same tokens: a causal mask is then faster on Hopper.
+            on the CPU; in compiled regions and on a GPU, where a check would wait for the device, it is the caller's
+            duty. One tensor given twice says that queries and keys are the same tokens: a causal mask is then faster on
+            Hopper.
         causal, window, softcap, sinks, scale, precision, return_lse, backend: as in `attention`.
         bias: not supported for packed sequences; raises NotImplementedError.
 
@@ -215,6 +217,11 @@ _plans: dict[Any, _Plan] = {}
 _latest: dict[Any, tuple[tuple[Any, _Found], ...]] = {}  # by shapes and options: what compares tensors, what it found
 
 
+def _kinds(window: Any, scale: Any, softcap: Any) -> tuple[Any, ...]:
+    """The types of numbers, some of which checks refuse though they equal others: no plan is for both."""
+    return *(map(type, window) if isinstance(window, tuple) else ()), type(scale), type(softcap)
+
+
 def _again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
     """The plan of one of the latest calls of these shapes and options on a GPU, if its tensors were like these: PyTorch
     compares them at once, with the keys of its dispatcher, which tell most of what `watched` looks for."""
@@ -254,7 +261,7 @@ def _remember(found: _Found, tensors: tuple[Any, ...], options: tuple[Any, ...])
 
 
 def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
-    """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (causal, window, softcap, scale, precision,
+    """The plan of a call, given (q, k, v, bias, sinks, kv_lens) and (kinds, causal, window, softcap, scale, precision,
     backend, return_lse), which `_again` will find; None for those that are traced, profiled, transformed, cast or
     copied, and for kv_lens on a CPU, which are looked at."""
     if watched():
@@ -270,7 +277,7 @@ def _planned(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | Non
     if plan is None:
         if any(isinstance(option, torch.Tensor) for option in options):
             return None  # its value is not in the key
-        causal, window, softcap, scale, precision, backend, return_lse = options
+        _, causal, window, softcap, scale, precision, backend, return_lse = options
         x, o = _checked(q, k, v, bias, causal, window, softcap, sinks, kv_lens, scale, precision)
         if any(a is not b for a, b in zip(x, tensors)):
             return None
@@ -290,7 +297,7 @@ def _of_rows(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     rows = q.shape[:2]
     q, k, v, bias, kv_lens = _without_rows(q, k, v, bias, kv_lens)
     names = ("causal", "window", "softcap", "scale", "precision", "backend", "return_lse")
-    results: Any = attention(q, k, v, bias=bias, sinks=sinks, kv_lens=kv_lens, **dict(zip(names, options)))
+    results: Any = attention(q, k, v, bias=bias, sinks=sinks, kv_lens=kv_lens, **dict(zip(names, options[1:])))
     return tuple(r.unflatten(0, rows) for r in results) if options[-1] else results.unflatten(0, rows)
 
 
@@ -454,7 +461,7 @@ def _checked_bias(
         require(False, "bias on q's device", q=q, bias=bias)
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     divides = shape[0] in (1, scores[0]) or shape[0] and scores[0] and scores[0] % shape[0] == 0
-    if not divides or len(shape) > 4 or any(b not in (1, s) for b, s in zip(shape[1:], scores[1:])):
+    if not divides or len(shape) > 4 or any(b != 1 and b != s for b, s in zip(shape[1:], scores[1:])):
         require(False, f"bias that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {scores}", q=q, k=k, bias=bias)
     bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
     if torch.compiler.is_exporting():
@@ -483,6 +490,8 @@ def options_of(
     precision: str | None,
 ) -> Options:
     """The options of a call, checked; ValueError and TypeError for what they are not."""
+    if causal not in (True, False):
+        require(False, "causal as True or False", causal=causal)
     left = right = -1
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
