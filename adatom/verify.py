@@ -521,7 +521,9 @@ def command(
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = None,
     softcap: Annotated[float | None, typer.Option()] = None,
-    scale: Annotated[float | None, typer.Option(help="Of the scores; default 1 / sqrt(head_dim).")] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Of scores, 1 / sqrt(head_dim) by default; of route's weights.")
+    ] = None,
     sinks: Annotated[bool, typer.Option("--sinks")] = False,
     kv_lens: Annotated[bool, typer.Option("--kv-lens", help="Ragged keys in a padded batch.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed sequences of random lengths up to S.")] = False,

@@ -1,6 +1,8 @@
 """What a materials scientist would check of the potential that ships: symmetries, derivatives, smoothness, dynamics."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +159,82 @@ def test_what_is_no_potential_is_refused(options, says):
     if options.keys() & {"elements", "cutoff"}:
         with pytest.raises(ValueError, match=says):
             graph([salt()], **{"elements": (12, 8), "cutoff": 4.0} | options)
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ((5, (12, 8), 4.0), "at least one structure"),
+        (([salt()[:2]], (12, 8), 4.0), r"structures \(numbers, positions, cell\), .*; got structures=\[\(array"),
+        (([None], (12, 8), 4.0), r"structures .*; got structures=\[None\]"),
+        ((salt(), (12, 8), 4.0), r"structures .*; got structures=\[array\(\[12,"),
+        (([salt()], 12, 4.0), "elements as a sequence of atomic numbers; got elements=12"),
+    ],
+)
+def test_what_is_no_sequence_is_refused_in_words(given, says):
+    with pytest.raises(ValueError, match=says):
+        graph(*given)
+
+
+SLIGHT = {"width": 8, "heads": 2, "kv_heads": 1, "radial": 4, "layers": 1}
+OTHERS = [((17, 11), 4.0), ((11, 17), 3.0), ((1, 8, 11, 17), 4.0), ((11,), 4.0)]
+
+
+@pytest.fixture
+def table_salt():
+    """A model of two elements, and a molecule that it knows."""
+    return Potential((11, 17), cutoff=4.0, **SLIGHT), (np.array([11, 11]), np.array([[0.0, 0, 0], [2.4, 0, 0]]), None)
+
+
+@pytest.mark.parametrize("sees", OTHERS)
+def test_a_graph_of_others_is_refused(table_salt, sees):
+    """Of other elements, another order of them or another cutoff: its energies would be wrong."""
+    model, molecule = table_salt
+    says = r"a Graph of the model's elements .*; got graph=\(\(.*\), .*\), model=\(\(11, 17\), 4.0\)"
+    other = graph([molecule], *sees).to("cpu", torch.float32)
+    for g in (other, other.select(torch.tensor([0])), pickle.loads(pickle.dumps(other))):
+        for call in (model, model.predict):
+            with pytest.raises(ValueError, match=says):
+                call(g)
+    data = fit.Data(other, torch.zeros(1), torch.zeros(2, 3), torch.zeros(1, 3, 3), [""])
+    with pytest.raises(ValueError, match=says):
+        fit.calibrate(model, data)
+
+
+def test_a_graph_knows_what_it_is_of(table_salt):
+    """Also from numbers of NumPy, moved and selected; its model's, copied and converted, takes it."""
+    model, molecule = table_salt
+    g = graph([molecule], np.array([11, 17]), np.float64(4)).to("cpu", torch.float64).select(torch.tensor([0]))
+    assert (g.elements, g.cutoff) == model.sees and {type(e) for e in (*g.elements, g.cutoff)} == {int, float}
+    expected = model.double()(g)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), Potential(iter((11, 17)), 4, **SLIGHT)):
+        other.double().load_state_dict(model.state_dict())
+        close(other(g), expected)
+
+
+@pytest.mark.parametrize("sees", OTHERS)
+def test_a_state_dict_of_others_is_refused(table_salt, sees):
+    """Before any of it is copied, also within another module."""
+    other = Potential(*sees, **SLIGHT)
+    before = copy.deepcopy(other.state_dict())
+    for into, state in ((other, table_salt[0]), (torch.nn.Sequential(other), torch.nn.Sequential(table_salt[0]))):
+        with pytest.raises(ValueError, match=r"a state dict of the model's .*; got given=\[4.0, 11.0, 17.0\], model="):
+            into.load_state_dict(state.state_dict())
+    assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+
+
+def test_a_state_dict_is_of_tensors_that_may_be_cast_and_stored(tmp_path):
+    """And one from before it said what it is of still loads."""
+    model = Potential((11, 17), cutoff=4.3, **SLIGHT)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    stored = torch.load(tmp_path / "weights.pt", weights_only=True)
+    low = {name: t.bfloat16() for name, t in stored.items()}
+    before = {name: t for name, t in stored.items() if name != "_extra_state"}
+    for state in (stored, low, before):
+        loaded = Potential((11, 17), cutoff=4.3, **SLIGHT)
+        assert str(loaded.load_state_dict(state)) == "<All keys matched successfully>"
+        torch.testing.assert_close(loaded.embed[0].weight, model.embed[0].weight, rtol=1e-2, atol=1e-2)
+    assert len(before) == len(stored) - 1
 
 
 def test_a_graph_without_slots_is_refused(model):

@@ -89,6 +89,23 @@ def test_predictions_compile(slight):
     assert got[2][1].isnan().all() and all(grad.isfinite().all() for grad in got[3:])
 
 
+@compiles
+def test_compiled_models_of_several_cutoffs_refuse_each_others_graphs(slight):
+    """They share their code, and guard what they are of."""
+    options = {"width": 8, "heads": 2, "kv_heads": 1, "radial": 4, "layers": 1}
+    models = [Potential(cutoff=cutoff, **options).double() for cutoff in (3.5, 3.0, 4.0)]
+    graphs = [graph([SALT], *model.sees) for model in models]
+    torch.compiler.reset()
+    energies = [torch.compile(model, backend="aot_eager") for model in models]
+    for n, (energy, model, g) in enumerate(zip(energies, models, graphs)):
+        close(torch.compile(model, backend="aot_eager", fullgraph=True)(g), model(g))
+        close(energy(g), model(g))
+        with pytest.raises(ValueError, match="a Graph of the model's"):
+            energy(graphs[n - 1])
+        with pytest.raises(ValueError, match="a Graph of the model's"):
+            energy(g._replace(elements=g.elements[::-1]))
+
+
 def test_transforms_are_those_of_autograd(slight):
     model, g = slight
 

@@ -293,6 +293,15 @@ def test_command_judges_the_users_own_case():
     assert invoke("attention_fwd", "--varlen", "--shape", "5,2,12,8").exit_code == 0
 
 
+@pytest.mark.parametrize("op, shape", [("attention", "1,2,9,16"), ("route", "9,8,2")])
+def test_command_takes_a_scale(op, shape):
+    """Also one of 0, which is not one that was left out."""
+    for scale in (-0.5, 0.0):
+        done = invoke(op, "--shape", shape, "--scale", str(scale), "--backend", "reference")
+        assert done.exit_code == 0, done.output
+        assert verify.own_case(op, shape, "f32", {"scale": scale}).scale == scale
+
+
 def test_command_fails_when_a_row_does(monkeypatch):
     def late(x, o):
         out, lse = reference.forward(x, o)
@@ -332,6 +341,9 @@ def test_command_that_runs_nothing_fails_with_the_reason(monkeypatch):
         (["convolution"], "no op 'convolution'"),
         (["linear", "--causal"], "linear has no --causal; it has: --shape, --dtype, --precision"),
         (["norm", "--bias", "bhqk"], "norm has no --bias"),
+        (["moe", "--scale", "2"], "moe has no --scale"),
+        (["--scale", "nan"], "scale=nan"),
+        (["route", "--scale", "inf"], "scale=inf"),
         (["--backend", "cudnn"], "no backend 'cudnn'"),
         (["--jobs", "0"], "Invalid value for '--jobs'"),
         (["--shape", "1,2,3"], "4 or 7 integers"),

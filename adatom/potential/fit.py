@@ -74,8 +74,10 @@ def composition(g: Graph, elements: int) -> Tensor:
 def calibrate(model: Potential, data: Data, batch: int = 64, ridge: float = 1e-4) -> None:
     """Fit the linear part of the model to energies and forces: energies of elements, and a potential of each pair.
 
-    What that leaves of the energies per atom sets the scale of what attention has to add. Runs in float64.
+    What that leaves of the energies per atom sets the scale of what attention has to add. Runs in float64. Raises
+    ValueError for data of other elements or another cutoff.
     """
+    model.require_seen(data.graph)
     kinds, waves = len(model.elements), len(model.waves)
     low, high = torch.triu_indices(kinds, kinds)
     types = torch.zeros(kinds, kinds, dtype=torch.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,8 @@ class Graph(NamedTuple):
     volumes: Tensor  # (structures,) float: Å^3; NaN where nothing is periodic
     sizes: Tensor  # (structures,) int64, on the CPU: atoms of each
     most: Tensor  # (structures,) int64, on the CPU: slots that each needs
+    elements: tuple[int, ...]  # atomic numbers that species stand for, in that order
+    cutoff: float  # Å
     multiple: int = 8  # slots come in multiples of this; each number of slots compiles kernels of its own
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Graph:
@@ -60,7 +62,7 @@ class Graph(NamedTuple):
         others, vectors, reverse = (t[atoms, :slots] for t in (self.others, self.vectors, self.reverse))
         reverse = place[reverse // before] * slots + reverse % before
         species, counts, volumes = self.species[atoms], self.counts[atoms], self.volumes[structures.to(device)]
-        return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most, self.multiple)
+        return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most, *self[-3:])
 
 
 def pairs(x: np.ndarray, cell: np.ndarray | None, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -103,28 +105,33 @@ def opposite(i: np.ndarray, j: np.ndarray, shift: np.ndarray) -> np.ndarray:
     return found
 
 
-def require_known(elements: Sequence[int], cutoff: float) -> None:
-    """Raise ValueError unless elements are different atomic numbers, and the cutoff is a positive number."""
+def known(elements: Iterable[int], cutoff: float) -> tuple[tuple[int, ...], float]:
+    """Both as numbers of Python. Raises ValueError unless elements are different atomic numbers, and the cutoff is a
+    positive number."""
+    require(isinstance(elements, Iterable), "elements as a sequence of atomic numbers", elements=elements)
+    elements = tuple(elements)
     valid = all(whole(e, 1) for e in elements) and len(elements) == len(set(elements))
     require(valid and len(elements) > 0, "different elements by atomic number, at least one", elements=elements)
     require(finite(cutoff, 0) and cutoff > 0, "a positive cutoff in Å", cutoff=cutoff)
+    return tuple(map(int, elements)), float(cutoff)
 
 
 def graph(
-    structures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
-    elements: Sequence[int],
+    structures: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    elements: Iterable[int],
     cutoff: float,
     multiple: int = 8,
 ) -> Graph:
     """The float64 Graph of structures, each (atomic numbers (atoms,), positions (atoms, 3), cell (3, 3) or None).
-    Slots come in multiples of `multiple`. Raises ValueError for what is no structure: none, shapes that do not fit, a
-    flat cell, two atoms in one place, an element that is not among `elements`; and for elements that come twice, a
-    cutoff or a multiple that is not positive."""
-    elements, structures = tuple(elements), list(structures)
-    require_known(elements, cutoff)
+    Slots come in multiples of `multiple`. Raises ValueError for what is no structure: none, other than three parts,
+    shapes that do not fit, a flat cell, two atoms in one place, an element that is not among `elements`; and for
+    elements that are no sequence or come twice, a cutoff or a multiple that is not positive."""
+    sees, structures = known(elements, cutoff), list(structures if isinstance(structures, Iterable) else ())
     require(whole(multiple, 1), "a multiple of at least 1", multiple=multiple)
     require(len(structures) > 0, "at least one structure")
-    index = {number: n for n, number in enumerate(elements)}
+    wrong = [s for s in structures if not isinstance(s, Sequence) or len(s) != 3]
+    require(not wrong, "structures (numbers, positions, cell), the cell None where there is none", structures=wrong)
+    index = {number: n for n, number in enumerate(sees[0])}
     parts = []
     for numbers, x, cell in structures:
         numbers, x = np.asarray(numbers), np.asarray(x, float)
@@ -136,7 +143,7 @@ def graph(
         require(fit, "positions (n, 3), numbers (n,) and a cell (3, 3)", shapes=shapes)
         require(cell is None or abs(np.linalg.det(cell)) >= 1e-6, "a cell that has a volume", cell=cell)
         unknown = sorted(set(numbers.tolist()) - set(index))  # 3.5 is not 3
-        require(not unknown, f"elements among {sorted(elements)}", numbers=unknown)
+        require(not unknown, f"elements among {sorted(index)}", numbers=unknown)
         i, j, shift = pairs(x, cell, cutoff)
         order = np.argsort(i, kind="stable")
         i, j, shift = i[order], j[order], shift[order]
@@ -166,4 +173,4 @@ def graph(
     counts = torch.from_numpy(np.concatenate([p[6] for p in parts])).int()
     systems = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     volumes = torch.tensor([p[7] for p in parts], dtype=torch.float64)
-    return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most, multiple)
+    return Graph(species, others, vectors, reverse, counts, systems, volumes, sizes, most, *sees, multiple)

@@ -10,8 +10,8 @@ learns invariance instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import adatom
 from adatom.check import require, whole
-from adatom.potential.graph import Graph, require_known
+from adatom.potential.graph import Graph, known
 from adatom.potential.parts import seen, silu, swap, turn
 
 Tensor = torch.Tensor
@@ -101,7 +101,8 @@ class Potential(nn.Module):
     """Energy of atoms from their neighbours within `cutoff` Å. `attend` computes attention: `fused` or `plain`.
 
     `elements` are atomic numbers. head_dim is `scalars` + 3, or + 8 with `degree` 2: keep it a multiple of 8. Raises
-    ValueError for elements that are none or come twice, a cutoff that is not positive, and other degrees.
+    ValueError for elements that are none or come twice, a cutoff that is not positive, and other degrees; and for a
+    Graph, and a state dict, of other elements or another cutoff.
     """
 
     waves: Tensor
@@ -111,7 +112,7 @@ class Potential(nn.Module):
 
     def __init__(
         self,
-        elements: Sequence[int] = ELEMENTS,
+        elements: Iterable[int] = ELEMENTS,
         cutoff: float = 5.0,
         width: int = 48,
         heads: int = 16,
@@ -123,14 +124,12 @@ class Potential(nn.Module):
         attend: Attend = fused,
     ) -> None:
         super().__init__()
-        elements = tuple(elements)
-        require_known(elements, cutoff)
         require(degree in (1, 2), "harmonics up to degree 1 or 2", degree=degree)
         sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "scalars": scalars, "radial": radial}
         require(all(whole(n, 1) for n in sizes.values()), "positive integers", **sizes)
         require(whole(layers, 0), "layers of at least 0", layers=layers)
         require(heads % kv_heads == 0, "heads to be a multiple of kv_heads", heads=heads, kv_heads=kv_heads)
-        self.elements, self.cutoff, self.degree, self.attend = elements, cutoff, degree, attend
+        (self.elements, self.cutoff), self.degree, self.attend = known(elements, cutoff), degree, attend
         features = radial + 2 * len(self.elements) + 1
         self.embed = nn.Sequential(nn.Linear(features, width), Silu(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, scalars, degree, radial) for _ in range(layers))
@@ -142,7 +141,7 @@ class Potential(nn.Module):
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
         nn.init.zeros_(last.weight)  # starts as the pair potential
-        self.register_buffer("waves", torch.arange(1, radial + 1) * torch.pi / cutoff)
+        self.register_buffer("waves", torch.arange(1, radial + 1) * torch.pi / self.cutoff)
         # Fitted beforehand by least squares: energies of elements, and a potential of each pair of elements.
         self.register_buffer("reference", torch.zeros(len(self.elements)))  # eV
         self.register_buffer("pairs", torch.zeros(len(self.elements), len(self.elements), radial))  # eV
@@ -153,13 +152,35 @@ class Potential(nn.Module):
         """What `graph` asks for: the elements and the cutoff."""
         return self.elements, self.cutoff
 
+    def require_seen(self, g: Graph) -> None:
+        """Raise ValueError for a Graph of other elements or another cutoff, which would give wrong energies."""
+        given, expected = (g.elements, g.cutoff), "a Graph of the model's elements and cutoff, graph(s, *model.sees)"
+        require(given == self.sees, expected, graph=given, model=self.sees)
+
+    def get_extra_state(self) -> Tensor:
+        """What the state dict says of the model: the cutoff, then the elements, in float64."""
+        return torch.tensor([self.cutoff, *self.elements], dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise ValueError if the state, which may have been cast, is of other elements or another cutoff."""
+        mine, given = self.get_extra_state(), state.cpu()
+        same = torch.equal(given, mine.to(given.dtype))
+        require(same, "a state dict of the model's cutoff and elements", given=given.tolist(), model=mine.tolist())
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Compares before anything is copied. State dicts from before they said what they are of are trusted."""
+        self.set_extra_state(state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state()))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def radial(self, r: Tensor) -> tuple[Tensor, Tensor]:
         """Of distances r (...): 1 - (r / cutoff)^2, whose cube is the cutoff function; and waves (..., n)."""
         near = (1 - (r / self.cutoff).square()).clamp_min(1e-12)
         return near, torch.sin(r[..., None] * self.waves) * (self.cutoff / 2 / r[..., None])
 
     def forward(self, g: Graph) -> Tensor:
-        """Energies (structures,) in eV; differentiable twice with respect to g.vectors."""
+        """Energies (structures,) in eV; differentiable twice with respect to g.vectors. Raises ValueError for a Graph
+        of other elements or another cutoff."""
+        self.require_seen(g)
         slot = torch.arange(g.others.shape[1], device=g.others.device)
         pair = (slot > 0) & (slot < g.counts[:, None])  # (atoms, slots)
         r = (g.vectors.square().sum(-1) + ~pair).sqrt()  # 1 where there is no pair

@@ -107,7 +107,7 @@ class Trial:
 # -- which cases stand for what ----------------------------------------------------------------------------------------
 
 
-OWN = ()  # options of `own`
+OWN = ("scale",)  # options of `own`
 
 
 def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
@@ -118,7 +118,9 @@ def own(shape: list[int] | None, dtype: torch.dtype, **options: Any) -> Case:
     numbers = shape or [100, 64, 8]
     if len(numbers) != 3 or not 1 <= numbers[2] <= numbers[1]:
         raise ValueError(f"a shape of route is tokens, experts, and top_k up to that; not {shape}")
-    return cases._case("yours", *numbers, dtype, **options)
+    case = cases._case("yours", *numbers, dtype, **options)
+    api.inputs_of(**cases.make(case, "cpu"))
+    return case
 
 
 def shrunk(case: Case, on_gpu: bool) -> tuple[Case, ...]:
