@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from adatom.check import require, require_dense, whole
-from adatom.ops.attention.api import attention
+from adatom.check import finite, require, require_dense, supplied, whole
+from adatom.ops.attention.api import _checked_bias, attention
 from adatom.ops.attention.api import options_of as attention_options
 from adatom.ops.gated.api import mlp
 from adatom.ops.linear.api import linear, options_of
 from adatom.ops.moe.api import moe_routed
 from adatom.ops.norm.api import layer_norm, rms_norm
 from adatom.ops.route.api import check_routing, moe_route, within_capacity
+from adatom.registry import require_backend
 
 
 class Attention(nn.Module):
@@ -40,8 +41,11 @@ class Attention(nn.Module):
         backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads = heads
-        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        sizes = {"embed_dim": embed_dim} | supplied(key_dim=key_dim, value_dim=value_dim)
+        require(all(whole(n, 1) for n in sizes.values()), "numbers of features, at least 1", **sizes)
+        require_backend("attention", backend)
+        self.features = embed_dim, key_dim or embed_dim, value_dim or embed_dim
         if not (whole(heads, 1) and whole(self.kv_heads, 1)) or heads % self.kv_heads:
             require(False, "heads to be a positive multiple of kv_heads", heads=heads, kv_heads=self.kv_heads)
         if head_dim is None and embed_dim % heads:
@@ -52,8 +56,8 @@ class Attention(nn.Module):
         self.causal, self.window, self.softcap, self.scale = causal, window, softcap, scale
         self.precision, self.backend = precision, backend
         self.q = nn.Linear(embed_dim, heads * self.head_dim, qkv_bias, device, dtype)
-        self.k = nn.Linear(key_dim or embed_dim, self.kv_heads * self.head_dim, qkv_bias, device, dtype)
-        self.v = nn.Linear(value_dim or embed_dim, self.kv_heads * self.head_dim, qkv_bias, device, dtype)
+        self.k = nn.Linear(self.features[1], self.kv_heads * self.head_dim, qkv_bias, device, dtype)
+        self.v = nn.Linear(self.features[2], self.kv_heads * self.head_dim, qkv_bias, device, dtype)
         self.out = nn.Linear(heads * self.head_dim, embed_dim, out_bias, device, dtype)
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
@@ -67,7 +71,7 @@ class Attention(nn.Module):
         Args:
             query: (batch, seqlen_q, embed_dim). key: (batch, seqlen_k, key_dim). value: (batch, seqlen_k, value_dim).
             bias: broadcasts to (batch, heads, seqlen_q, seqlen_k); float, added to the scores, may require grad; or
-                bool, True attends.
+                bool, True attends. Beside a mask its batch is 1 or that of query.
             kv_lens: (batch,) integers: how many keys of each sequence exist.
             attn_mask: as in nn.MultiheadAttention, where bool means the opposite: True is masked.
                 (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k); float is added.
@@ -78,25 +82,28 @@ class Attention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-        tensors["key_padding_mask"] = key_padding_mask
-        for name, t in tensors.items():
-            optional = t is None and name not in ("query", "key", "value")
-            require(optional or isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})
-        for t in (attn_mask, key_padding_mask):
-            fits = t is None or t.dtype == torch.bool or t.is_floating_point()
-            require(fits, "a mask of bool, where True is masked, or a float one, which is added", TypeError, mask=t)
-        fits = query.dim() == key.dim() == value.dim() == 3
-        require(fits, "query, key and value (batch, length, features)", query=query, key=key, value=value)
+        given = {"query": query, "key": key, "value": value}
+        optional = supplied(bias=bias, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+        for name, t in (given | optional).items():
+            require(isinstance(t, torch.Tensor), "tensors", TypeError, **{name: t})
+            fits = name in given or t.dtype == torch.bool or t.is_floating_point()
+            require(fits, "a mask of bool, or a float one, which is added", TypeError, **{name: t})
+        fits = all(t.dim() == 3 and t.shape[2] == n for t, n in zip(given.values(), self.features))
+        require(fits, f"query, key and value (batch, length, features) of {self.features} features", **given)
+        scores = query.shape[0], self.heads, query.shape[1], key.shape[1]
+        if bias is not None and len(optional) > 1:  # they become one, which attention checks
+            fits = _checked_bias(bias, scores, query, key).shape[0] in (1, scores[0])
+            require(fits, "beside a mask, a bias of batch 1 or that of query", query=query, bias=bias)
         if attn_mask is not None:
-            if attn_mask.dim() not in (2, 3) or attn_mask.dim() == 3 and attn_mask.shape[0] != len(query) * self.heads:
-                require(False, "an attn_mask ([batch * heads,] seqlen_q, seqlen_k)", query=query, attn_mask=attn_mask)
+            fits = all(n == 1 or n == s for n, s in zip(attn_mask.shape[-2:], scores[2:]))  # compilers do not know `in`
+            fits &= attn_mask.dim() == 2 or attn_mask.dim() == 3 and attn_mask.shape[0] == scores[0] * self.heads
+            require(fits, "an attn_mask ([batch * heads,] seqlen_q, seqlen_k)", **given, attn_mask=attn_mask)
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (query.shape[0], self.heads))
             bias = _and(bias, _attending(attn_mask))
         if key_padding_mask is not None:
-            fits = key_padding_mask.shape == key.shape[:2]
-            require(fits, "a key_padding_mask (batch, seqlen_k)", key=key, key_padding_mask=key_padding_mask)
+            fits = key_padding_mask.shape == key.shape[:2] and key.shape[0] == scores[0]
+            require(fits, "a key_padding_mask (batch, seqlen_k)", **given, key_padding_mask=key_padding_mask)
             bias = _and(bias, _attending(key_padding_mask)[:, None, None])
         result = attention(
             self.q(query).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2),
@@ -112,25 +119,17 @@ class Attention(nn.Module):
     def from_torch(cls, mha: nn.MultiheadAttention) -> Attention:
         """An `Attention` with a copy of the weights of `mha`; batch-first, whatever `mha` is.
 
-        Raises NotImplementedError for dropout, add_bias_kv and add_zero_attn.
+        Raises NotImplementedError for dropout, add_bias_kv and add_zero_attn; TypeError for another module.
         """
+        require(isinstance(mha, nn.MultiheadAttention), "an nn.MultiheadAttention", TypeError, mha=mha)
         require(mha.dropout == 0, "no dropout: it is not implemented", NotImplementedError, dropout=mha.dropout)
-        require(
-            mha.bias_k is None and mha.bias_v is None and not mha.add_zero_attn,
-            "neither add_bias_kv nor add_zero_attn: not implemented",
-            NotImplementedError,
-        )
+        fits = mha.bias_k is None and mha.bias_v is None and not mha.add_zero_attn
+        require(fits, "neither add_bias_kv nor add_zero_attn: not implemented", NotImplementedError)
         weight = mha.out_proj.weight
         self = cls(
-            mha.embed_dim,
-            mha.num_heads,
-            key_dim=mha.kdim,
-            value_dim=mha.vdim,
-            qkv_bias=mha.in_proj_bias is not None,
-            out_bias=mha.out_proj.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+            mha.embed_dim, mha.num_heads, key_dim=mha.kdim, value_dim=mha.vdim, device=weight.device,
+            dtype=weight.dtype, qkv_bias=mha.in_proj_bias is not None, out_bias=mha.out_proj.bias is not None,
+        )  # fmt: skip
         joint = mha.in_proj_weight is not None
         given = (mha.in_proj_weight,) * 3 if joint else (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight)
         with torch.no_grad():
@@ -163,6 +162,13 @@ def _and(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
     return torch.where(b, a, -torch.inf) if b.dtype == torch.bool else a + b
 
 
+def _check_norm(norm: nn.RMSNorm | nn.LayerNorm, backend: str | None) -> None:
+    """Raise ValueError or TypeError for what only its calls would refuse. An eps of None is RMSNorm's alone."""
+    require(len(norm.normalized_shape) == 1, "one dimension to normalise", dim=norm.normalized_shape)
+    require(finite(norm.eps, 0) or norm.eps is None and isinstance(norm, nn.RMSNorm), "a finite eps >= 0", eps=norm.eps)
+    require_backend("norm", backend)
+
+
 class RMSNorm(nn.RMSNorm):
     """`adatom.rms_norm` with a learned weight; over the last dimension only.
 
@@ -175,12 +181,12 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(dim, eps, elementwise_affine, device=device, dtype=dtype)
-        require(len(self.normalized_shape) == 1, "one dimension to normalise", dim=dim)
+        _check_norm(self, backend)
         self.backend = backend
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y of x's shape (..., dim); with a residual, (y, x + residual)."""
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = torch.float64 if getattr(x, "dtype", None) == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps=eps, residual=residual, backend=self.backend)
 
@@ -196,7 +202,7 @@ class LayerNorm(nn.LayerNorm):
         backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(dim, eps, elementwise_affine, bias, device=device, dtype=dtype)
-        require(len(self.normalized_shape) == 1, "one dimension to normalise", dim=dim)
+        _check_norm(self, backend)
         self.backend = backend
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -236,6 +242,7 @@ class MoE(nn.Module):
         check_routing(experts, top_k, scoring, groups, scale, capacity)
         require(not isinstance(scale, torch.Tensor), "a number as scale, which is no parameter here", scale=scale)
         options_of(activation, True, None)
+        require_backend("moe", backend)
         fits = router_dtype is None or isinstance(router_dtype, torch.dtype) and router_dtype.is_floating_point
         require(fits, "a floating router_dtype", TypeError, router_dtype=router_dtype)
 
@@ -243,9 +250,7 @@ class MoE(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.top_k, self.router_dtype = top_k, router_dtype
-        self.routing: dict[str, Any] = {
-            "renormalize": renormalize, "scoring": scoring, "groups": groups, "scale": scale
-        }  # fmt: skip
+        self.routing: Any = {"renormalize": renormalize, "scoring": scoring, "groups": groups, "scale": scale}
         self.capacity, self.activation, self.recompute, self.backend = capacity, activation, recompute, backend
         self.router = parameter(experts, dim)
         self.gate_up, self.down = parameter(experts, 2 * hidden, dim), parameter(experts, dim, hidden)
@@ -331,6 +336,7 @@ class Linear(nn.Linear):
         precision: str | None = None, backend: str | None = None,
     ) -> None:  # fmt: skip
         options_of(activation, False, precision)
+        require_backend("linear", backend)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.options: dict[str, Any] = {"recompute": recompute, "precision": precision, "backend": backend}
@@ -357,13 +363,13 @@ class GatedMLP(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         options_of(activation, True, precision)
+        require_backend("gated", backend)
         super().__init__()
         self.gate_proj = nn.Linear(features, hidden, False, device, dtype)
         self.up_proj = nn.Linear(features, hidden, False, device, dtype)
         self.down_proj = nn.Linear(hidden, features if out_features is None else out_features, False, device, dtype)
-        self.options: dict[str, Any] = {
-            "activation": activation, "recompute": recompute, "precision": precision, "backend": backend
-        }  # fmt: skip
+        options: dict[str, Any] = {"recompute": recompute, "precision": precision, "backend": backend}
+        self.options = options | {"activation": activation}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., features) to (..., out_features)."""

@@ -7,6 +7,7 @@ A row is plain data. Its order is its priority. The last row of an op runs anywh
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import warnings
@@ -135,10 +136,10 @@ PASSES: dict[str, tuple[str, ...]] = {
 }
 
 
-# public functions that have not their op's name
+# the op of each public function; an op's name stands for any of its functions
 PUBLIC = {
-    "attention_varlen": "attention", "swiglu": "gated", "geglu": "gated", "rms_norm": "norm", "layer_norm": "norm",
-    "moe_routed": "moe", "moe_route": "route",
+    "attention": "attention", "attention_varlen": "attention", "linear": "linear", "swiglu": "gated", "geglu": "gated",
+    "moe": "moe", "moe_routed": "moe", "rms_norm": "norm", "layer_norm": "norm", "moe_route": "route",
 }  # fmt: skip
 
 
@@ -185,6 +186,14 @@ def _asked(problem: Any, backend: str | None) -> tuple[Any, str | None]:
     return (problem._replace(deterministic=True), None) if backend == "deterministic" else (problem, backend)
 
 
+def require_backend(op: str, backend: Any) -> None:
+    """Raise TypeError for a backend that is no name, ValueError for one that no row of the op, or pass, has."""
+    require(backend is None or isinstance(backend, str), "a backend by name, or None", TypeError, backend=backend)
+    known = tuple(dict.fromkeys(row.backend for p in PASSES.get(op, (op,)) for row in rows(p)))
+    if backend not in (None, "deterministic") and not any(serves(backend, name) for name in known):
+        raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {', '.join(known)}")
+
+
 def serves(backend: str, name: str) -> bool:
     """Whether a row called `name` serves `backend=`: its own name, or a variant of it (`name_...`)."""
     return name == backend or name.startswith(backend + "_")
@@ -198,9 +207,8 @@ def choose(op: str, problem: Any, backend: str | None = None) -> Row:
     """
     problem, backend = _asked(problem, backend)
     candidates = [row for row in rows(op) if backend is None or serves(backend, row.backend)]
-    if backend is not None and not candidates:
-        known = ", ".join(dict.fromkeys(row.backend for row in rows(op)))
-        raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {known}")
+    if not candidates:
+        require_backend(op, backend)
     reasons: list[str] = []
     for row in candidates:
         reason = row.refuses(problem)
@@ -244,21 +252,34 @@ class Explanation(list[Verdict]):
     __repr__ = __str__
 
 
+def _bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, defaults included, of a call of a public function, or of the first of an op's functions
+    that takes them. Raises TypeError that names the function, an op's first."""
+    said = []
+    for function in [n for n, op in PUBLIC.items() if op == name] if name in PASSES else [name]:
+        try:
+            bound = inspect.signature(getattr(part(PUBLIC[function], "api"), function)).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return bound.arguments
+        except TypeError as error:
+            said.append(f"adatom: {function}: {error}")
+    raise TypeError(said[0])
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel would run for a call of `op` with these arguments, pass by pass, and why each faster one would not.
 
     op: the name of the public function: "attention", "attention_varlen", "linear", "swiglu", "geglu", "rms_norm",
-    "layer_norm", "moe", "moe_routed" or "moe_route". No kernel runs (`moe` routes).
-    Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, and whatever the call
-    itself would raise for bad arguments.
+    "layer_norm", "moe", "moe_routed" or "moe_route". No kernel runs (`moe` routes). Of `mlp`, ask for its two parts.
+    Returns a list of `Verdict` that prints as a table. Raises ValueError for an unknown op, TypeError for arguments
+    that the function has not, and whatever the call itself would raise for bad ones.
 
     >>> print(adatom.explain("attention", q, k, v, causal=True))
     """
-    op = PUBLIC.get(op, op)
+    asked, op = op, PUBLIC.get(op, op)
     if op not in PASSES:
-        raise ValueError(f"adatom: no op {op!r}; there are: {', '.join((*PASSES, *PUBLIC))}")
-    problem, backend = part(op, "api").problem_of(*args, **kwargs)
-    known = tuple(dict.fromkeys(row.backend for p in PASSES[op] for row in rows(p)))
-    if backend not in (None, "deterministic") and not any(serves(backend, name) for name in known):
-        raise ValueError(f"adatom: no backend {backend!r} for {op}; there are: {', '.join(known)}")
+        why = "mlp runs two ops: ask for swiglu or geglu, then for linear" if op == "mlp" else f"no op {op!r}"
+        raise ValueError(f"adatom: {why}; there are: {', '.join(dict.fromkeys((*PASSES, *PUBLIC)))}")
+    problem, backend = part(op, "api").problem_of(**_bound(asked, args, kwargs))
+    require_backend(op, backend)
     return Explanation(v for p in PASSES[op] for v in verdicts(p, problem, backend))

@@ -326,6 +326,8 @@ BAD = {
     "precision": ({"precision": "fp8"}, ValueError, "tf32x3.*'fp8'"),
     "weight_grad": ({"weight_grad": torch.zeros(5, 4, dtype=F64)}, ValueError, "contiguous float32 tensor like weight"),
     "backend": ({"backend": "cudnn"}, ValueError, "no backend 'cudnn' for linear_fwd"),
+    "backend number": ({"backend": 1}, TypeError, "a backend by name, or None; got backend=1"),
+    "backend list": ({"backend": [], "weight": torch.zeros(5, 4, requires_grad=True)}, TypeError, "a backend by name"),
 }
 
 
@@ -458,9 +460,34 @@ def test_forward_mode_never_falls_back():
     ):
         for backend in (None, "torch", "deterministic"):
             torch.func.jvp(partial(layer, b=backend), (x,), (x,))
-        for backend in ("triton", "nonsense"):
-            with pytest.raises(NotImplementedError, match=f'backend "torch" in forward mode.*{backend}'):
+        for backend, error, says in (
+            ("triton", NotImplementedError, 'backend "torch" in forward mode.*triton'),
+            ("nonsense", ValueError, "no backend 'nonsense' for (linear|gated|norm|moe); there are: .*reference"),
+        ):
+            with pytest.raises(error, match=says):
                 torch.func.jvp(partial(layer, b=backend), (x,), (x,))
+
+
+def test_weight_grad_is_refused_where_it_would_get_nothing_or_spoil_the_weight():
+    x, w, buffer = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True), torch.zeros(2, 6, 8)
+
+    def loss(x, w):
+        return adatom.linear(x, w, weight_grad=buffer[0]).square().sum()
+
+    for transform in (
+        torch.func.grad(loss), torch.func.grad(loss, argnums=1), torch.func.vmap(loss, in_dims=(0, None)),
+        torch.func.jacrev(loss),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=r"no weight_grad under torch\.func"):
+            transform(x, w)
+    with pytest.raises(ValueError, match="a weight_grad in memory of its own"):
+        adatom.linear(x, w, weight_grad=w.detach())
+    with torch.no_grad():
+        weight = torch.nn.Parameter(buffer[1])  # parameters and buffers may share a storage, each its part of it
+    adatom.linear(x, weight, weight_grad=buffer[0]).sum().backward()
+    assert buffer[0].any() and not buffer[1].any()
+    meta = (torch.empty(n, 8, device="meta") for n in (4, 6, 6))
+    assert adatom.linear(*[next(meta), next(meta)], weight_grad=next(meta)).shape == (4, 6)
 
 
 def test_the_gradient_of_a_computed_weight_is_not_dropped():

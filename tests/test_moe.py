@@ -524,6 +524,7 @@ BAD = {
     "activation": ({"activation": "tanh"}, ValueError, "relu, gelu.*'tanh'"),
     "no activation": ({"activation": None}, ValueError, "relu, gelu.*got activation=None"),
     "backend": ({"backend": "cudnn"}, ValueError, "no backend 'cudnn' for moe_fwd"),
+    "backend list": ({"backend": []}, TypeError, "a backend by name, or None"),
 }
 
 

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
+import adatom.nn as modules
 from adatom.nn import Attention
 
 
@@ -174,6 +176,72 @@ def test_what_does_not_fit_is_refused_in_words():
     for options in ({"window": 3}, {"softcap": -3.0}, {"scale": "1"}, {"precision": "fp8"}):
         with pytest.raises((TypeError, ValueError), match="adatom: expected.*" + next(iter(options))):
             Attention(16, 2, **options)
+
+
+@pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
+def test_a_bias_beside_a_mask_is_checked_as_one_alone(mask):
+    """Once they are one, 0 and 1 would be added to the scores, and shapes would be those of nothing given."""
+    x, layer = torch.randn(4, 5, 16), Attention(16, 4)
+    beside = {mask: torch.ones(4 if mask == "key_padding_mask" else 5, 5).tril(1) == 0}
+    for bias, error, says in (
+        (torch.ones(5, 5).tril().int(), TypeError, r"a mask of bool, or a float one.*bias=int32\[5, 5\]"),
+        (1.0, TypeError, "expected tensors; got bias=1.0"),
+        (numpy.zeros((5, 5)), TypeError, "expected tensors; got bias=array"),
+        (torch.zeros(2, 4, 5, 5), ValueError, r"bias of batch 1 or that of query; got .*bias=float64\[2, 4, 5, 5\]"),
+        (torch.zeros(5, 4), ValueError, r"bias that broadcasts.*bias=float64\[5, 4\]"),
+        (torch.zeros(5, 5, dtype=torch.float32), TypeError, "a float64 bias with float64 inputs"),
+    ):
+        with pytest.raises(error, match=says):
+            layer(x, bias=bias, **beside)
+    square = torch.randn(5, 5)
+    close(layer(x, bias=square[None], **beside), layer(x, bias=square.expand(4, 4, 5, 5), **beside))
+
+
+def test_masks_and_features_that_do_not_fit_are_refused_in_words():
+    x, layer = torch.randn(4, 5, 16), Attention(16, 4, key_dim=8)
+    with pytest.raises(ValueError, match=r"features\) of \(16, 8, 16\) features; got .*key=float64\[4, 5, 16\]"):
+        layer(x)
+    layer = Attention(16, 4)
+    for shape in ((5, 4), (16, 4, 5), (3, 5, 5)):
+        with pytest.raises(ValueError, match=r"attn_mask \(\[batch \* heads,\] seqlen_q, seqlen_k\)"):
+            layer(x, attn_mask=torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"key_padding_mask \(batch, seqlen_k\).*query=float64\[4, 5, 16\]"):
+        layer(x, x[:2], key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: Attention(16, 4, **given), lambda **given: modules.RMSNorm(4, **given),
+        lambda **given: modules.LayerNorm(4, **given), lambda **given: modules.Linear(4, 4, **given),
+        lambda **given: modules.GatedMLP(4, 4, **given), lambda **given: modules.MoE(4, 4, 2, 1, **given),
+    ],
+    ids=["attention", "rms_norm", "layer_norm", "linear", "gated", "moe"],
+)  # fmt: skip
+def test_constructors_refuse_backends_that_there_are_not(make):
+    with pytest.raises(ValueError, match="no backend 'nope' for .*; there are: .*reference"):
+        make(backend="nope")
+    with pytest.raises(TypeError, match="a backend by name, or None; got backend=1"):
+        make(backend=1)
+    for backend in ("triton", "deterministic", "reference"):
+        make(backend=backend)
+
+
+def test_constructors_refuse_what_every_call_would():
+    for sizes in ({"embed_dim": "16"}, {"embed_dim": 16.0}, {"key_dim": 0}, {"value_dim": True}):
+        with pytest.raises(ValueError, match=f"numbers of features, at least 1; got .*{list(sizes)[0]}="):
+            Attention(**{"embed_dim": 16, "heads": 4, **sizes})
+    for eps in (-1.0, float("nan"), "1"):
+        for norm in (modules.RMSNorm, modules.LayerNorm):
+            with pytest.raises(ValueError, match=f"a finite eps >= 0; got eps={eps!r}"):
+                norm(4, eps=eps)
+    with pytest.raises(ValueError, match="a finite eps >= 0; got eps=None"):
+        modules.LayerNorm(4, eps=None)
+    with pytest.raises(TypeError, match=r"an nn.MultiheadAttention; got mha=Linear\("):
+        Attention.from_torch(nn.Linear(2, 2))
+    for norm in (modules.RMSNorm(16), modules.RMSNorm(16, eps=None), modules.LayerNorm(16)):
+        with pytest.raises(TypeError, match="expected tensors; got x=None"):
+            norm(None)
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -369,6 +369,9 @@ def test_wrong_arguments():
         adatom.layer_norm(x, w.to("meta"))
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
         adatom.layer_norm(x, w, backend="triton")
+    for backend in (1, ["torch"]):
+        with pytest.raises(TypeError, match="a backend by name, or None"):
+            adatom.rms_norm(x, w, backend=backend)
 
 
 def test_explain():

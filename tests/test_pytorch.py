@@ -218,6 +218,15 @@ def test_an_exported_bias_takes_any_length(rows):
     torch.testing.assert_close(program(x, bias), Biased()(x, bias))
 
 
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_an_exported_mixture_takes_any_number_of_tokens(capacity):
+    layer, tokens = adatom.nn.MoE(6, 4, 4, 2, shared=3, capacity=capacity), torch.export.Dim("tokens")
+    program = torch.export.export(layer, (torch.randn(9, 6),), dynamic_shapes=({0: tokens},)).module()
+    for n in (9, 2, 40):
+        x = torch.randn(n, 6)
+        torch.testing.assert_close(program(x), layer(x))
+
+
 def test_compile_with_options_that_change():
     """A scale that differs from call to call becomes a symbol."""
     torch.compiler.reset()

@@ -383,7 +383,44 @@ def test_explain_prints_every_row_and_computes_nothing():
     with pytest.raises(ValueError, match="no backend 'cudnn' for attention; there are: one_tile, .*, reference"):
         adatom.explain("attention", q, q, q, backend="cudnn")
     packed, ends = q[0, 0, :6].reshape(6, 1, 64), torch.tensor([0, 6], device="meta")
-    assert adatom.explain("attention_varlen", packed, packed, packed, ends, ends)
+    for name in ("attention_varlen", "attention"):
+        assert adatom.explain(name, packed, packed, packed, ends, ends)
+
+
+@pytest.mark.parametrize(
+    "op, given, options, says",
+    [
+        ("attention", 1, {}, "attention: missing a required argument: 'k'"),
+        ("attention", 4, {}, "attention: too many positional arguments"),
+        ("attention_varlen", 3, {}, "attention_varlen: missing a required argument: 'cu_seqlens_q'"),
+        ("linear", 2, {"foo": 1}, "linear: got an unexpected keyword argument 'foo'"),
+        ("swiglu", 2, {"approximate": "tanh"}, "swiglu: got an unexpected keyword argument 'approximate'"),
+        ("layer_norm", 1, {"foo": 1}, "layer_norm: got an unexpected keyword argument 'foo'"),
+        ("rms_norm", 3, {}, "rms_norm: too many positional arguments"),
+        ("moe", 4, {}, "moe: missing a required argument: 'top_k'"),
+        ("moe_routed", 5, {"top_k": 2}, "moe_routed: got an unexpected keyword argument 'top_k'"),
+        ("moe_route", 1, {}, "moe_route: missing a required argument: 'top_k'"),
+    ],
+)
+def test_explain_takes_what_the_function_takes(op, given, options, says):
+    with pytest.raises(TypeError, match=f"adatom: {says}"):
+        adatom.explain(op, *[torch.zeros(8, 8)] * given, **options)
+
+
+def test_explain_names_the_parts_of_an_mlp():
+    with pytest.raises(ValueError, match="mlp runs two ops: ask for swiglu or geglu, then for linear"):
+        adatom.explain("mlp", *[torch.zeros(8, 8)] * 4)
+    assert set(registry.PUBLIC) <= set(adatom.__all__)
+
+
+def test_explain_poses_the_function_that_was_named(monkeypatch):
+    """geglu has a gate of its own also where `approximate` is left out."""
+    posed = []
+    monkeypatch.setattr(registry, "verdicts", lambda op, problem, backend: posed.append(problem) or [])
+    x = torch.zeros(8, 8)
+    for name in ("swiglu", "geglu"):
+        adatom.explain(name, x, x, x)
+    assert len(posed) == 4 and posed[0] != posed[2]
 
 
 def test_order_is_priority(monkeypatch):

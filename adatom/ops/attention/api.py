@@ -490,8 +490,6 @@ def options_of(
     precision: str | None,
 ) -> Options:
     """The options of a call, checked; ValueError and TypeError for what they are not."""
-    if causal not in (True, False):
-        require(False, "causal as True or False", causal=causal)
     left = right = -1
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -512,7 +510,7 @@ def options_of(
         scale = head_dim**-0.5
     elif not finite(scale):
         require(False, "a finite scale (of a learned one, multiply q by it)", scale=scale)
-    if causal is None or isinstance(causal, (str, torch.Tensor)):
+    if causal is None or isinstance(causal, (str, float, list, tuple, torch.Tensor)):
         require(False, "causal as True or False", TypeError, causal=causal)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 

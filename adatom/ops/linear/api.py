@@ -12,7 +12,8 @@ from adatom.check import require, require_dense, require_operators, supplied
 from adatom.ops.linear import op
 from adatom.ops.linear.problem import ACTIVATIONS, Inputs, Options, Problem, problem, rows_of
 from adatom.ops.linear.torch_linear import differentiable
-from adatom.signature import recall, remember
+from adatom.registry import require_backend
+from adatom.signature import recall, remember, transformed
 
 _plans: dict[Any, Any] = {}
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -41,11 +42,12 @@ def linear(
         activation: None, "relu", "gelu", "gelu_tanh" (the approximation that PyTorch calls "tanh") or "silu".
         recompute: keep nothing for the backward but x and the weight: it multiplies again, and makes the gradient of
             what the activation was given in that product's epilogue.
-        weight_grad: float32 (out, in), contiguous, on x's device: the backward adds the gradient of weight to it, in
-            float32, and weight.grad stays as it is (accumulation over micro-batches). Every backward
-            through the layer adds, also one that asks for other gradients only; it cannot be differentiated, nor can
-            the layer in forward mode or under torch.func. Nothing is added for a weight that requires no gradient; one
-            that was computed from others (or is a view, as FSDP's may be) is refused, as those would get none.
+        weight_grad: float32 (out, in), contiguous, on x's device, in memory of its own: the backward adds the gradient
+            of weight to it, in float32, and weight.grad stays as it is (accumulation over micro-batches). Every
+            backward through the layer adds, also one that asks for other gradients only; it cannot be differentiated,
+            nor can the layer in forward mode or under torch.func. Nothing is added for a weight that requires no
+            gradient; one that was computed from others (or is a view, as FSDP's may be) is refused, as those would get
+            none.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee". In
             forward mode products are PyTorch's, which on a GPU go by torch.backends.cuda.matmul.
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
@@ -61,6 +63,7 @@ def linear(
     """
     if weight_grad is None:
         return checked_call((x, weight, None, bias), activation, False, recompute, precision, backend)
+    require(not transformed(), "no weight_grad under torch.func, which knows of none", NotImplementedError)
     given = weight  # autocast casts it
     x, weight, _, bias, o = _checked(x, weight, None, bias, activation, False, precision)
     fits = isinstance(weight_grad, torch.Tensor) and weight_grad.dtype == torch.float32
@@ -71,6 +74,9 @@ def linear(
         weight_grad=weight_grad,
     )
     require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
+    if not torch.compiler.is_compiling():  # which sees no memory
+        same = torch._C._overlaps(given, weight_grad) and given.storage_offset() == weight_grad.storage_offset()
+        require(not same, "a weight_grad in memory of its own, not in that of weight")
     require(given.is_leaf, "with weight_grad, a weight that is a leaf: what it is made of would get no gradient")
     return _call(x, weight, None, bias, o, backend, recompute, weight_grad)
 
@@ -101,8 +107,10 @@ def _call(
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The operator on checked arguments, keeping what its backward needs if there may be one."""
+    require(backend is None or isinstance(backend, str), "a backend by name, or None", TypeError, backend=backend)
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
         require(into is None, "no weight_grad in forward mode, whose operators know of none", NotImplementedError)
+        require_backend("gated" if o.gated else "linear", backend)
         require_operators(backend, "in forward mode")
         out = differentiable(Inputs(rows_of(x), weight, up, bias), o)
         return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -15,6 +15,7 @@ from adatom.ops.moe.op import moe_fwd, planned
 from adatom.ops.moe.problem import Inputs, Options, Problem, problem
 from adatom.ops.moe.torch_moe import differentiable
 from adatom.ops.route.api import moe_route
+from adatom.registry import require_backend
 from adatom.signature import recall, remember
 
 _plans: dict[Any, Any] = {}
@@ -82,10 +83,12 @@ def moe_routed(
         inputs = Inputs(rows_of(x), rows_of(weights), rows_of(indices), w_gate_up, w_down)
         out = plan(inputs)
         return out if x.dim() == 2 else out.view(x.shape)
+    require(backend is None or isinstance(backend, str), "a backend by name, or None", TypeError, backend=backend)
     given, o, shape = _checked(x, weights, indices, w_gate_up, w_down, activation)
     if key is not None:
         remember(_plans, key, planned(given, *o, backend))
     if forward_ad._current_level >= 0:  # PyTorch's operators carry tangents
+        require_backend("moe", backend)
         require_operators(backend, "in forward mode")
         return differentiable(given, o).view(shape)
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
@@ -157,5 +160,6 @@ def _checked(
     if indices.dim() < 1 or weights.shape != indices.shape or indices.shape[:-1] != x.shape[:-1]:
         require(False, "weights and indices (..., top_k) for x (..., hidden)", **given)
     options_of(activation, True, None)
-    require(indices.numel() < 2**31, "fewer than 2**31 pairs of a token and an expert", **given)
+    if not torch.compiler.is_exporting():  # a program is for any number of tokens
+        require(indices.numel() < 2**31, "fewer than 2**31 pairs of a token and an expert", **given)
     return Inputs(rows_of(x), rows_of(weights), rows_of(indices), w_gate_up, w_down), Options(activation), x.shape

@@ -11,6 +11,7 @@ from adatom.check import finite, require, require_dense, require_operators, supp
 from adatom.ops.norm import reference
 from adatom.ops.norm.op import Plan, norm_fwd
 from adatom.ops.norm.problem import Problem, Tensor, problem
+from adatom.registry import require_backend
 from adatom.signature import remember, signature, watched
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -81,12 +82,15 @@ _plans: dict[Any, Plan] = {}
 
 
 def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: str | None, centred: bool) -> Any:
+    if backend is not None and not isinstance(backend, str):
+        require(False, "a backend by name, or None", TypeError, backend=backend)
     plan = _planned((x, residual, weight, bias), eps, centred, backend)
     if plan is not None:
         y, h = plan(x, residual, weight, bias)
         return y if residual is None else (y, h)
     given = _checked(x, residual, weight, bias, eps)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        require_backend("norm", backend)
         require_operators(backend, "in forward mode and under torch.func")
         y, h, *_ = reference.forward(*given, eps, centred, False)
     else:
