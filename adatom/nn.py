@@ -92,7 +92,8 @@ class Attention(nn.Module):
         require(fits, f"query, key and value (batch, length, features) of {self.features} features", **given)
         scores = query.shape[0], self.heads, query.shape[1], key.shape[1]
         if bias is not None and len(optional) > 1:  # they become one, which attention checks
-            fits = _checked_bias(bias, scores, query, key).shape[0] in (1, scores[0])
+            bias = _checked_bias(bias, scores, query, key)
+            fits = bias.shape[0] == 1 or bias.shape[0] == scores[0]
             require(fits, "beside a mask, a bias of batch 1 or that of query", query=query, bias=bias)
         if attn_mask is not None:
             fits = all(n == 1 or n == s for n, s in zip(attn_mask.shape[-2:], scores[2:]))  # compilers do not know `in`

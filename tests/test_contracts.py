@@ -282,6 +282,7 @@ BAD = {
     "window fraction": ({"window": (1.5, 0)}, TypeError, r"integers.*\(1.5, 0\)"),
     "window text": ({"window": ("1", 0)}, TypeError, r"integers.*\('1', 0\)"),
     "causal text": ({"causal": "no"}, TypeError, "True or False.*'no'"),
+    "causal number": ({"causal": 1.0}, TypeError, "True or False.*1.0"),
     "causal tensor": ({"causal": torch.tensor([True, False])}, TypeError, "True or False.*bool"),
     "window tensor": ({"window": (torch.tensor(3), 0)}, TypeError, "integers"),
     "softcap negative": ({"softcap": -1.0}, ValueError, "softcap > 0.*-1.0"),

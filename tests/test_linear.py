@@ -482,6 +482,11 @@ def test_weight_grad_is_refused_where_it_would_get_nothing_or_spoil_the_weight()
             transform(x, w)
     with pytest.raises(ValueError, match="a weight_grad in memory of its own"):
         adatom.linear(x, w, weight_grad=w.detach())
+    whole = torch.zeros(9, 8)
+    with pytest.raises(ValueError, match="a weight_grad in memory of its own"):
+        adatom.linear(torch.ones(4, 8), torch.nn.Parameter(whole[:6]), weight_grad=whole[3:])
+    with pytest.raises(ValueError, match="a weight_grad in memory of its own"):
+        adatom.linear(whole[:6], torch.nn.Parameter(torch.ones(6, 8)), weight_grad=whole[:6])
     with torch.no_grad():
         weight = torch.nn.Parameter(buffer[1])  # parameters and buffers may share a storage, each its part of it
     adatom.linear(x, weight, weight_grad=buffer[0]).sum().backward()

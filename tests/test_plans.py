@@ -178,7 +178,7 @@ def test_tensors_like_the_latest_take_its_plan(gpu, monkeypatch):
 @pytest.mark.parametrize(("good", "bad"), [
     ({"window": (1, 0)}, {"window": (1.0, 0)}), ({"window": (1, 0)}, {"window": (1, -0.0)}),
     ({"window": (1, 0)}, {"window": (1 + 0j, 0)}), ({"scale": 1.0}, {"scale": 1 + 0j}),
-    ({"softcap": 2.0}, {"softcap": 2 + 0j}),
+    ({"softcap": 2.0}, {"softcap": 2 + 0j}), ({"causal": True}, {"causal": 1.0}),
 ])  # fmt: skip
 def test_what_equals_options_of_a_plan_is_refused_all_the_same(gpu, good, bad):
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))

@@ -229,8 +229,9 @@ def test_a_state_dict_is_of_tensors_that_may_be_cast_and_stored(tmp_path):
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     stored = torch.load(tmp_path / "weights.pt", weights_only=True)
     low = {name: t.bfloat16() for name, t in stored.items()}
+    again = {name: t.half().float() for name, t in stored.items()}
     before = {name: t for name, t in stored.items() if name != "_extra_state"}
-    for state in (stored, low, before):
+    for state in (stored, low, again, before):
         loaded = Potential((11, 17), cutoff=4.3, **SLIGHT)
         assert str(loaded.load_state_dict(state)) == "<All keys matched successfully>"
         torch.testing.assert_close(loaded.embed[0].weight, model.embed[0].weight, rtol=1e-2, atol=1e-2)

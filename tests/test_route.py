@@ -254,6 +254,14 @@ def test_a_remembered_call_still_refuses_what_is_wrong(forgotten):
         adatom.moe_routed(x, weights, indices, up, None)
 
 
+def test_what_equals_an_option_of_a_plan_is_refused_all_the_same(forgotten):
+    logits = torch.randn(4, 8)
+    for good, bad in ((2.0, 2 + 0j), (1, 1 + 0j)):
+        adatom.moe_route(logits, 2, scale=good)
+        with pytest.raises((TypeError, ValueError), match="scale"):
+            adatom.moe_route(logits, 2, scale=bad)
+
+
 def test_plans_do_not_fill_the_memory(forgotten):
     for n in range(4100):
         signature.remember(api._plans, n, None)

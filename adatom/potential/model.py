@@ -163,12 +163,14 @@ class Potential(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError if the state, which may have been cast, is of other elements or another cutoff."""
-        mine, given = self.get_extra_state(), state.cpu()
-        same = torch.equal(given, mine.to(given.dtype))
+        mine = self.get_extra_state()
+        given = mine if state.is_meta else state.double().cpu()  # a model without values is of any
+        casts = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        same = any(torch.equal(given, mine.to(dtype).double()) for dtype in casts)
         require(same, "a state dict of the model's cutoff and elements", given=given.tolist(), model=mine.tolist())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Compares before anything is copied. State dicts from before they said what they are of are trusted."""
+        """Compares before any of it is copied. State dicts from before they said what they are of are trusted."""
         self.set_extra_state(state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state()))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

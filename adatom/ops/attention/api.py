@@ -89,7 +89,8 @@ def attention(
     docs/double_backward.md.
     """
     tensors = q, k, v, bias, sinks, kv_lens
-    kinds = None if window is scale is softcap is None else _kinds(window, scale, softcap)
+    plain = window is scale is softcap is None and type(causal) is bool
+    kinds = None if plain else _kinds(causal, window, scale, softcap)
     options = kinds, causal, window, softcap, scale, precision, backend, return_lse
     found = _again(tensors, options)
     if found is None:
@@ -217,9 +218,9 @@ _plans: dict[Any, _Plan] = {}
 _latest: dict[Any, tuple[tuple[Any, _Found], ...]] = {}  # by shapes and options: what compares tensors, what it found
 
 
-def _kinds(window: Any, scale: Any, softcap: Any) -> tuple[Any, ...]:
-    """The types of numbers, some of which checks refuse though they equal others: no plan is for both."""
-    return *(map(type, window) if isinstance(window, tuple) else ()), type(scale), type(softcap)
+def _kinds(causal: Any, window: Any, *numbers: Any) -> tuple[Any, ...]:
+    """The types of options, some of which checks refuse though they equal others: no plan is for both."""
+    return tuple(map(type, (causal, *(window if isinstance(window, tuple) else ()), *numbers)))
 
 
 def _again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Found | None:
@@ -510,7 +511,7 @@ def options_of(
         scale = head_dim**-0.5
     elif not finite(scale):
         require(False, "a finite scale (of a learned one, multiply q by it)", scale=scale)
-    if causal is None or isinstance(causal, (str, float, list, tuple, torch.Tensor)):
+    if not isinstance(causal, (int, torch.SymBool)) and type(causal).__name__ not in ("bool", "bool_"):  # NumPy's
         require(False, "causal as True or False", TypeError, causal=causal)
     return Options(float(scale), bool(causal), left, right, float(softcap), precision)
 

@@ -75,10 +75,18 @@ def linear(
     )
     require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
     if not torch.compiler.is_compiling():  # which sees no memory
-        same = torch._C._overlaps(given, weight_grad) and given.storage_offset() == weight_grad.storage_offset()
-        require(not same, "a weight_grad in memory of its own, not in that of weight")
+        mine = _extent(weight_grad)
+        others = [_extent(t) for t in (given, x) if torch._C._overlaps(t, weight_grad)]  # of one storage
+        apart = all(mine.start >= r.stop or r.start >= mine.stop for r in others)
+        require(apart, "a weight_grad in memory of its own, not in that of weight or x")
     require(given.is_leaf, "with weight_grad, a weight that is a leaf: what it is made of would get no gradient")
     return _call(x, weight, None, bias, o, backend, recompute, weight_grad)
+
+
+def _extent(t: torch.Tensor) -> range:
+    """The bytes of its storage that a tensor lies in."""
+    begin, last = t.storage_offset() * t.itemsize, sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    return range(begin, begin + (last + 1) * t.itemsize if t.numel() else begin)
 
 
 def checked_call(

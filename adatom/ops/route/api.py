@@ -58,7 +58,7 @@ def moe_route(
     """
     plan = key = None
     if capacity is None and not isinstance(scale, Tensor):
-        kinds = tuple(map(type, (top_k, *groups))) if isinstance(groups, (tuple, list)) else type(top_k)
+        kinds = tuple(map(type, (top_k, scale, *(groups if isinstance(groups, (tuple, list)) else ()))))
         apart = tuple(groups) if isinstance(groups, list) else groups
         options = kinds, top_k, scoring, bool(renormalize), apart, scale, backend
         plan, key = recall(_plans, (router_logits, selection_bias), options)
