@@ -297,6 +297,19 @@ def test_gradient_checkpointing():
         torch.testing.assert_close(grad, expected[name])
 
 
+def test_who_asks_for_attention_weights_is_warned(monkeypatch):
+    from adatom.integrations import transformers as integration
+
+    said = []
+    monkeypatch.setattr(integration._log, "warning_once", said.append)
+    model = build(llama, attn="adatom")
+    ids, mask = tokens("none")
+    model(ids, attention_mask=mask)
+    assert not said
+    model(ids, attention_mask=mask, output_attentions=True)
+    assert said and all("no attention weights" in text for text in said)
+
+
 def test_refusals():
     config = llama()[1]
     config.attention_dropout = 0.1

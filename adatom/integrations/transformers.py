@@ -6,7 +6,7 @@
 
 Causal and bidirectional models, padding, sliding windows, a cache, softcaps, sinks and position biases, with all
 gradients. T5 needs 5.17: before, its attention could not be replaced. Attention dropout is refused: set it to 0 in the
-config, or call model.eval(). Attention weights are not returned.
+config, or call model.eval(). Attention weights are not returned; who asks for them is warned once.
 
 A mask of every query and key is built only where it must be. What the two functions registered here pass each other:
 
@@ -39,6 +39,7 @@ except ImportError as error:
 
 NAME = "adatom"
 _CAUSAL, _WINDOW = torch.uint8, torch.int8
+_log = transformers.utils.logging.get_logger(__name__)
 
 
 def register() -> None:
@@ -103,6 +104,8 @@ def attention_forward(
         NotImplementedError,
         dropout=dropout,
     )
+    if kwargs.get("output_attentions"):
+        _log.warning_once('adatom returns no attention weights: for output_attentions=True set "eager"')
     for name in ("cache", "block_indices", "sinks"):  # paged caches, block-sparse attention, sinks for each query
         require(kwargs.get(name) is None, f"no {name}: not supported by adatom", NotImplementedError)
     mask, seqlen_k, window = attention_mask, key.shape[2], None
