@@ -13,6 +13,7 @@ from adatom.compat.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 # What follows the tensors in every function of flash-attn 2.8, in order, with defaults.
@@ -34,7 +35,12 @@ SIGNATURES = {
     "flash_attn_varlen_func": (("q", "k", "v", *CU), {**TAIL, "block_table": None}),
     "flash_attn_varlen_kvpacked_func": (("q", "kv", *CU), TAIL),
     "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), TAIL),
-}
+    "flash_attn_with_kvcache": (("q", "k_cache", "v_cache"), {
+        **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")),
+        "block_table": None, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
+        "rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False,
+    }),
+}  # fmt: skip
 
 
 def dense(q, k, v, scale=None, keep=None, softcap=0.0, alibi=None):
@@ -244,3 +250,85 @@ def test_what_is_no_tensor_is_refused_in_words():
     with pytest.raises(TypeError, match=r"cu_seqlens_q as a dense tensor of int32 or int64; got cu_seqlens_q=\[0, 4\]"):
         flash_attn_varlen_func(q, k, v, [0, 4], [0, 4], 4, 4)
     close(flash_attn_varlen_func(q, k, v, cu, cu, None, None), flash_attn_varlen_func(q, k, v, cu, cu, 4, 4))
+
+
+def turned(x, at, angles, interleaved):
+    """x (batch, seqlen, heads, dim), its first features as complex numbers times exp(i angle) of positions `at`."""
+    width = 2 * angles.shape[1]
+    pairs = (-1, 2) if interleaved else (2, -1)
+    z = x[..., :width].unflatten(-1, pairs).transpose(-1, -1 if interleaved else -2).contiguous()
+    z = torch.view_as_complex(z) * torch.polar(torch.ones_like(angles), angles)[at][:, :, None]
+    z = torch.view_as_real(z).transpose(-1, -1 if interleaved else -2).flatten(-2)
+    return torch.cat((z, x[..., width:]), -1)
+
+
+@pytest.mark.parametrize("rotary", [None, True, False])
+@pytest.mark.parametrize(("causal", "window"), [(False, (-1, -1)), (True, (-1, -1)), (False, (2, 0)), (True, (3, -1))])
+@pytest.mark.parametrize("lens", [3, (0, 5)])
+def test_a_cache_is_filled_and_attended_to(rotary, causal, window, lens):
+    q, k_cache, v_cache, k, v = tensors((2, 3, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6), (2, 4, 2, 8), (2, 4, 2, 6))
+    given = torch.tensor(lens, dtype=torch.int32) if isinstance(lens, tuple) else lens
+    angles = torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    tables = {} if rotary is None else {
+        "rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": rotary
+    }  # fmt: skip
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=given, causal=causal,
+                                       window_size=window, return_softmax_lse=True, **tables)  # fmt: skip
+    for b, n in enumerate(lens if isinstance(lens, tuple) else (lens, lens)):
+        at = torch.arange(n, n + 4)[None]
+        moving = causal or window != (-1, -1)
+        one, new = q[b : b + 1], k[b : b + 1]
+        if rotary is not None:
+            one = turned(one, at[:, :3] if moving else at[:, :1].expand(1, 3), angles, rotary)
+            new = turned(new, at, angles, rotary)
+        want_k[b, n : n + 4], want_v[b, n : n + 4] = new, v[b]
+        i, j = torch.arange(3)[:, None] + n + 1, torch.arange(n + 4)
+        keep = torch.ones(3, n + 4, dtype=torch.bool)
+        keep &= (j <= i) if causal or window[1] == 0 else True
+        keep &= (j >= i - window[0]) if window[0] >= 0 else True
+        want = dense(one, want_k[b : b + 1, : n + 4], want_v[b : b + 1, : n + 4], keep=keep)
+        close(out[b : b + 1], want[0])
+        torch.testing.assert_close(lse[b : b + 1].double(), want[1], rtol=1e-6, atol=1e-6)
+    close(k_cache, want_k)
+    close(v_cache, want_v)
+
+
+def test_a_cache_alone():
+    """Without new keys: all of it, or as much as is there; scores of positions from the end of each."""
+    q, k, v = tensors((2, 2, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    slopes, lens = torch.rand(4, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 0])
+    close(flash_attn_with_kvcache(q, k, v), dense(q, k, v)[0])
+    out = flash_attn_with_kvcache(q, k, v, None, None, None, None, lens, softmax_scale=0.3, softcap=1.5, causal=True,
+                                  alibi_slopes=slopes, num_splits=3)  # fmt: skip
+    i, j = torch.arange(2)[:, None] + 3, torch.arange(5)
+    bias = -slopes.double().reshape(1, 4, 1, 1) * (i - j).abs()
+    close(out[:1], dense(q[:1], k[:1, :5], v[:1, :5], 0.3, j <= i, 1.5, bias)[0])
+    assert not out[1].any()
+
+
+def test_what_a_cache_is_not():
+    q, k, v = tensors((2, 1, 2, 8), (2, 4, 2, 8), (2, 4, 2, 8))
+    new = torch.zeros(2, 2, 2, 8, dtype=torch.float64)
+    cos = torch.ones(4, 2)
+    for options, error, says in (
+        ({"cache_leftpad": torch.zeros(2)}, NotImplementedError, "no cache_leftpad"),
+        ({"cache_batch_idx": torch.zeros(2)}, NotImplementedError, "no cache_batch_idx"),
+        ({"block_table": torch.zeros(2, 1)}, NotImplementedError, "no block_table"),
+        ({"k": new}, ValueError, "k and v, or neither"),
+        ({"k": new, "v": new}, ValueError, "cache_seqlens, where k and v go"),
+        ({"k": new, "v": new[:, :1], "cache_seqlens": 1}, ValueError, "like their caches, but for the length"),
+        ({"k": new[:1], "v": new[:1], "cache_seqlens": 1}, ValueError, "of q's batch and like their caches"),
+        ({"k": new.float(), "v": new.float(), "cache_seqlens": 1}, ValueError, "like their caches"),
+        ({"k": new, "v": new, "cache_seqlens": 3}, ValueError, "room for the new keys"),
+        ({"k": new, "v": new, "cache_seqlens": torch.tensor([-1, 0])}, ValueError, "room for the new keys"),
+        ({"cache_seqlens": torch.tensor([5, 1])}, ValueError, "kv_lens between 0 and seqlen_k = 4"),
+        ({"cache_seqlens": 1.5}, ValueError, "cache_seqlens as an integer"),
+        ({"cache_seqlens": torch.ones(3).int()}, ValueError, "cache_seqlens as an integer"),
+        ({"rotary_cos": cos, "rotary_sin": cos}, ValueError, "only with k and v"),
+        ({"k": new, "v": new, "cache_seqlens": 1, "rotary_cos": cos}, ValueError, "rotary_sin of one shape"),
+        ({"k": new, "v": new, "cache_seqlens": 1, "rotary_cos": torch.ones(4, 5), "rotary_sin": torch.ones(4, 5)},
+         ValueError, "a rotary_dim up to head_dim"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=says):
+            flash_attn_with_kvcache(q, k, v, **options)

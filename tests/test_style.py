@@ -52,7 +52,7 @@ def lines_of_code(path):
 
 
 def test_the_package_is_small():
-    """Lines of code outside kernels: 2,790 for attention, 970 for any other op, 1,740 for what is around them; and
+    """Lines of code outside kernels: 2,790 for attention, 970 for any other op, 1,820 for what is around them; and
     3,500 for the tools of the command line, which no training job runs."""
     tools = [path for path in SOURCES if path.stem in TOOLS or path.parent.name == "bench"]
     assert {path.stem for path in tools} >= TOOLS
@@ -67,7 +67,7 @@ def test_the_package_is_small():
         else:
             around += lines_of_code(path)
     assert ops.pop("attention") <= 2790 and max(ops.values()) <= 970
-    assert around <= 1740
+    assert around <= 1820
 
 
 def public_functions():
@@ -85,10 +85,10 @@ def public_functions():
 
 
 def test_public_functions_have_at_most_14_arguments():
-    """But for flash_attn_varlen_func, whose signature is flash-attn's."""
+    """But for two whose signatures are flash-attn's."""
     counts = {name: len(inspect.signature(function).parameters) for name, function in public_functions()}
     assert counts["attention"] > 10
-    assert {name for name, n in counts.items() if n > 14} <= {"flash_attn_varlen_func"}
+    assert {name for name, n in counts.items() if n > 14} <= {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
 
 
 def test_one_environment_variable_of_our_own():

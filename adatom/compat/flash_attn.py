@@ -6,12 +6,10 @@ Names, argument order, defaults and layouts (batch, seqlen, heads, head_dim) are
 views, never copied. What differs:
 
 - Also float32 and float64, CPU tensors, v with its own head_dim, and second derivatives.
-- `dropout_p > 0` and `block_table` (a paged cache) raise NotImplementedError.
+- `dropout_p > 0`, `block_table` (a paged cache), `cache_batch_idx` and `cache_leftpad` raise NotImplementedError.
 - `alibi_slopes` is turned into a bias tensor (heads, seqlen_q, seqlen_k) in memory; the packed functions refuse it.
 - `return_attn_probs=True` returns (out, softmax_lse, None): the probabilities, which flash-attn gives for its own tests
   only, are never made. softmax_lse of a query with nothing to attend to is -inf, where flash-attn gives +inf.
-
-flash_attn_with_kvcache is not here.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from adatom.check import readable, require
+from adatom.check import readable, require, supplied, whole
 from adatom.ops.attention.api import attention, attention_varlen
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
@@ -217,6 +215,109 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention to a cache of keys, to which new ones are first added in place.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim). k_cache, v_cache: (batch, most, kv_heads, head_dim).
+        k, v: (batch, seqlen_new, kv_heads, head_dim): written into the caches behind the keys that are there, which
+            must leave room (on a GPU, unchecked: the caller's duty). Want cache_seqlens.
+        rotary_cos, rotary_sin: (at least the positions, rotary_dim / 2): the first rotary_dim features of k, and of q,
+            are turned as those of their positions, from cache_seqlens on; all of q as of position cache_seqlens where
+            there is neither a causal mask nor a window. Want k. rotary_interleaved: features 0 and 1, 2 and 3, ... are
+            turned together; else those of the first half and of the second.
+        cache_seqlens: keys that are there, an integer or integers (batch,) on q's device; default: all.
+        cache_batch_idx, cache_leftpad, block_table: must be None.
+        num_splits: ignored: adatom splits keys where that is faster.
+        return_softmax_lse: also return lse, float32 (batch, heads, seqlen_q).
+        The others: as in `flash_attn_func`; what is aligned ends at the last key of each sequence, the new included.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim), 0 where there is nothing to attend to; or (out, lse).
+    """
+    for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        require(given is None, f"no {name}: not implemented", NotImplementedError)
+    require(block_table is None, "no block_table: paged caches are not implemented", NotImplementedError)
+    shapes = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | supplied(k=k, v=v)
+    require(_dims(*shapes.values()) == {4}, "4-D tensors (batch, seqlen, heads, head_dim)", **shapes)
+    require((k is None) == (v is None), "k and v, or neither", **shapes)
+    lens = _lengths(cache_seqlens, q)
+    require(k is None or lens is not None, "cache_seqlens, where k and v go", **shapes)
+    turned = rotary_cos is not None or rotary_sin is not None
+    require(not turned or k is not None, "rotary_cos and rotary_sin only with k and v, which they turn")
+    if k is not None and v is not None and lens is not None:
+        fits = (
+            k.shape[1] == v.shape[1]
+            and k.shape[0] == q.shape[0]
+            and all(
+                (a.shape[0], *a.shape[2:], a.dtype, a.device) == (b.shape[0], *b.shape[2:], b.dtype, b.device)
+                for a, b in ((k, k_cache), (v, v_cache))
+            )
+        )
+        require(fits, "k and v of q's batch and like their caches, but for the length", **shapes)
+        at = lens.long()[:, None] + torch.arange(k.shape[1], device=q.device)
+        if turned:
+            steps = torch.arange(q.shape[1], device=q.device) * int(causal or _window(window_size) != (-1, -1))
+            tables = rotary_cos, rotary_sin, rotary_interleaved
+            q, k = _rotate(q, lens.long()[:, None] + steps, *tables), _rotate(k, at, *tables)
+        lens = lens + k.shape[1]
+        fits = not readable(lens) or bool(((lens >= k.shape[1]) & (lens <= k_cache.shape[1])).all())
+        require(fits, "room for the new keys behind cache_seqlens", cache_seqlens=cache_seqlens, **shapes)
+        rows = torch.arange(q.shape[0], device=q.device)[:, None]
+        k_cache[rows, at], v_cache[rows, at] = k, v
+    result = attention(
+        q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), kv_lens=lens, causal=causal,
+        bias=None if alibi_slopes is None else _alibi(alibi_slopes, q, k_cache, lens), window=_window(window_size),
+        softcap=softcap or None, scale=softmax_scale, return_lse=return_softmax_lse,
+    )  # fmt: skip
+    return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
+
+
+def _lengths(given: Any, q: torch.Tensor) -> torch.Tensor | None:
+    """The lengths of q's sequences (batch,), given as one integer or as a tensor, if at all."""
+    if whole(given, 0):
+        return torch.full(q.shape[:1], int(given), device=q.device)
+    fits = isinstance(given, torch.Tensor) and given.shape == q.shape[:1] and given.dtype in (torch.int32, torch.int64)
+    require(given is None or fits, "cache_seqlens as an integer, or int32 or int64 (batch,)", cache_seqlens=given)
+    return given if isinstance(given, torch.Tensor) else None
+
+
+def _rotate(
+    x: torch.Tensor, at: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
+) -> torch.Tensor:
+    """x (batch, seqlen, heads, head_dim), its first features turned by the angles of positions `at` (batch, seqlen)."""
+    fits = isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor) and cos.dim() == 2 and cos.shape == sin.shape
+    require(fits, "rotary_cos and rotary_sin of one shape (positions, rotary_dim / 2)", rotary_cos=cos, rotary_sin=sin)
+    assert cos is not None and sin is not None
+    width = 2 * cos.shape[1]
+    require(width <= x.shape[3], "a rotary_dim up to head_dim", rotary_cos=cos, x=x)
+    c, s = cos[at][:, :, None], sin[at][:, :, None]
+    a, b = x[..., :width].unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(-1 if interleaved else -2)
+    a, b = a * c - b * s, a * s + b * c
+    turned = torch.stack((a, b), -1 if interleaved else -2).flatten(-2)
+    return torch.cat((turned.to(x.dtype), x[..., width:]), -1)
+
+
 def _dims(*tensors: torch.Tensor) -> set[int | None]:
     """How many dimensions these have; None for what is no tensor."""
     return {t.dim() if isinstance(t, torch.Tensor) else None for t in tensors}
@@ -238,8 +339,9 @@ def _refuse_dropout(dropout_p: float) -> None:
     )
 
 
-def _alibi(slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The bias -slope * |i + seqlen_k - seqlen_q - j|: (1 or batch, heads, seqlen_q, seqlen_k)."""
+def _alibi(slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor | None = None) -> torch.Tensor:
+    """The bias -slope * |i + seqlen_k - seqlen_q - j|: (1 or batch, heads, seqlen_q, seqlen_k). lens: of each sequence,
+    in place of seqlen_k."""
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     require(
@@ -252,7 +354,8 @@ def _alibi(slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
         q=q,
         alibi_slopes=slopes,
     )
-    at = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_k - seqlen_q)
+    ends = seqlen_k if lens is None else lens[:, None, None, None]
+    at = torch.arange(seqlen_q, device=q.device)[:, None] + (ends - seqlen_q)
     distance = (at - torch.arange(seqlen_k, device=q.device)).abs()
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return slopes.to(dtype).view(-1, heads, 1, 1) * -distance.to(dtype)
