@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from adatom.check import finite, require, require_dense, supplied, whole
-from adatom.ops.attention.api import _checked_bias, attention
+from adatom.ops.attention.api import attention, checked_bias
 from adatom.ops.attention.api import options_of as attention_options
 from adatom.ops.gated.api import mlp
 from adatom.ops.linear.api import linear, options_of
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         require(fits, f"query, key and value (batch, length, features) of {self.features} features", **given)
         scores = query.shape[0], self.heads, query.shape[1], key.shape[1]
         if bias is not None and len(optional) > 1:  # they become one, which attention checks
-            bias = _checked_bias(bias, scores, query, key)
+            bias = checked_bias(bias, scores, query, key)
             fits = bias.shape[0] == 1 or bias.shape[0] == scores[0]
             require(fits, "beside a mask, a bias of batch 1 or that of query", query=query, bias=bias)
         if attn_mask is not None:

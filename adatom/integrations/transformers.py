@@ -105,7 +105,7 @@ def attention_forward(
         dropout=dropout,
     )
     if kwargs.get("output_attentions"):
-        _log.warning_once('adatom returns no attention weights: for output_attentions=True set "eager"')
+        _log.warning_once('adatom returns no attention weights; attn_implementation="eager" does')
     for name in ("cache", "block_indices", "sinks"):  # paged caches, block-sparse attention, sinks for each query
         require(kwargs.get(name) is None, f"no {name}: not supported by adatom", NotImplementedError)
     mask, seqlen_k, window = attention_mask, key.shape[2], None

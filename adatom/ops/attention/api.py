@@ -363,7 +363,7 @@ def _checked(
         require(False, "q, k, v of one batch, and k and v of the same heads and length", q=q, k=k, v=v)
     _check_common(q, k, v, heads, kv_heads, head_dim, head_dim_k, sinks)
     if bias is not None:
-        bias = _checked_bias(bias, (batch, heads, seqlen_q, seqlen_k), q, k)
+        bias = checked_bias(bias, (batch, heads, seqlen_q, seqlen_k), q, k)
     if kv_lens is not None:
         if not dense(kv_lens) or kv_lens.dtype not in _INDEX:
             require(False, "kv_lens as a dense tensor of int32 or int64", TypeError, kv_lens=kv_lens)
@@ -451,9 +451,10 @@ def _check_common(
             require(False, f"sinks of shape ({heads},) on q's device", q=q, sinks=sinks)
 
 
-def _checked_bias(
+def checked_bias(
     bias: torch.Tensor, scores: tuple[int, int, int, int], q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
+    """A bias as kernels may read it, 4-D; ValueError and TypeError for one that does not fit scores of that shape."""
     if not dense(bias) or bias.dtype not in (torch.bool, *_FLOATS):
         require(False, "bias as a dense tensor of a float dtype, or bool (True = attend)", TypeError, bias=bias)
     if (bias.dtype == torch.float64) != (q.dtype == torch.float64) and bias.dtype != torch.bool:
