@@ -168,3 +168,9 @@ def test_where_dz_is_made():
     assert [p["MAKE"] for p in launched(4096, 2048, 4096, "none", kept=False)] == ["", ""]
     assert [p["MAKE"] for p in launched(4096, 2048, 4096, "gelu", (False, True, True))] == [""]
     assert [p["MAKE"] for p in launched(4096, 2048, 4096, "gelu", kept=False)] == ["", "", ""]
+
+
+def test_long_products_wait_for_the_kernel_ahead():
+    """So that programs next to each other get multiprocessors next to each other."""
+    assert [p["launch_pdl"] for p in launched(4096, 2048, 4096, "gelu")] == [True, True]
+    assert [p["launch_pdl"] for p in launched(8192, 4096, 4096, "gelu")] == [False, False]

@@ -211,6 +211,17 @@ def _right(b_s, i, COLS: gl.constexpr):
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 
+_LONG = 250e9  # operations: some 350 us
+
+
+def begins_early(operations: float) -> bool:
+    """Whether a product whose programs take their tiles in turn had better be launched before the kernel ahead of it
+    has ended. Multiprocessors that fall free one by one get its programs in no order; those of an idle GPU come in
+    pairs, whose programs read the same tiles of B at the same time. That seems to cost less power, of which long
+    products have too little: see docs/linear.md."""
+    return operations < _LONG
+
+
 
 class Launch(launch.Launch):
     """A Gluon kernel as `launch.Launch` holds one, its blocks boxes [rows, columns] of matrices."""

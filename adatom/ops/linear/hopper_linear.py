@@ -44,6 +44,7 @@ from adatom.tiles.hopper_gemm import (
     Launch,
     acc_layout,
     activation,
+    begins_early,
     load_box,
     make_ring,
     multiply,
@@ -435,7 +436,7 @@ def _launch(tensors: tuple, act: str, keep: bool, add: bool, cols: str) -> Launc
         GROUP=config.group,
         SUMS=sums is not None,
         num_warps=4,
-        launch_pdl=True,
+        launch_pdl=begins_early(2 * rows * wide * k),
     )
     result = (config.block_m, piece)
     blocks = {

@@ -29,7 +29,7 @@ from adatom.tiles.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from adatom.tiles.hopper_gemm import Launch, acc_layout, raster, split_columns
+from adatom.tiles.hopper_gemm import Launch, acc_layout, begins_early, raster, split_columns
 from adatom.tiles.triton_dense import remembered
 
 
@@ -156,7 +156,7 @@ def _launch(tensors: tuple) -> Launch:
     c = next(config for rows, config in CONFIGS if rows is None or a.shape[0] <= rows * experts)
     n_tiles = experts * -(-m // 128) * -(-n // c.block_n)
     meta = dict(BLOCK_N=c.block_n, STAGES=c.stages, PIECE=c.piece, BUFFERS=c.buffers, GROUP=c.group, num_warps=4,
-                launch_pdl=True)  # fmt: skip
+                launch_pdl=begins_early(2 * a.shape[0] * m * n))  # fmt: skip
     blocks = {"A": (64, 64), "B": (64, c.block_n), "Out": (64, c.piece)}
     return Launch(_kernel, min(n_tiles, facts(a.device).sms), (m, n, n_tiles), meta, 0, blocks)
 
