@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from adatom.bench import rivals, run
+from adatom.bench import rivals, run, timing
 from adatom.cli import app
 from adatom.ops.attention import cases
 from adatom.ops.attention.cases import F32, Case
@@ -73,3 +73,18 @@ def test_own_backends_beside_what_is_chosen(tmp_path: Path, monkeypatch: pytest.
     assert "needs a Hopper GPU" in found["adatom:hopper", "all"]["reason"]
     assert not any(name.startswith("adatom:") for name in rivals.select("all"))
     assert invoke("--rivals", "adatom:nobody").exit_code == 2
+
+
+def test_times_without_pauses_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "BENCH_CPU", {"plain": (TINY,)})
+    monkeypatch.setattr(timing, "_TURN", 5.0)
+    monkeypatch.setattr(run, "ceilings", lambda clock: {"fp32 matmul": 0.1, "copy": 10.0})
+    monkeypatch.setattr(run, "host", lambda device, backend: ("none", []))
+    record = tmp_path / "r.json"
+    words = ("--rivals", "none", "--no-verify", "--record", str(record))
+    assert invoke("--steady", *words).exit_code == 0
+    kept = record.read_text()
+    assert json.loads(kept)["steady"] and "Without pauses" in invoke("--tables", str(record)).output
+    refused = invoke(*words)
+    assert refused.exit_code == 2 and "another file" in refused.output and record.read_text() == kept
+    assert invoke("--steady", *words).exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,30 @@ def test_contenders_take_turns() -> None:
     rounds = ["".join(order[i : i + 3]) for i in range(3, len(order), 3)]
     assert len(rounds) == 40 and {"".join(sorted(r)) for r in rounds} == {"abc"}
     assert len(set(rounds)) == 6  # nobody always comes after the same one
+
+
+def test_a_steady_clock_times_the_second_half_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_TURN", 20.0)
+    monkeypatch.setattr(timing.Clock, "flush", lambda clock: pytest.fail("a pause"))
+    order: list[str] = []
+
+    def job(name: str) -> timing.Job:
+        work = product(64)
+
+        def step() -> Iterator[str]:
+            order.append(name)
+            return work()
+
+        return step
+
+    timed = timing.interleave({name: job(name) for name in "ab"}, timing.Clock(CPU, steady=True), warmup=1)
+    rows = ["".join(row) for _, row in itertools.groupby(order[2:])]
+    for name, result in timed.items():
+        assert isinstance(result, dict)
+        mine = sum(len(row) for row in rows if row[0] == name)
+        assert mine >= 7 * 2 and mine / 2 <= result["matmul"].repeats <= mine / 2 + 7
+        assert 0 < result["matmul"].low <= result["matmul"].ms <= result["matmul"].high
+    assert len(rows) <= 7 * 2 < len(order)  # turns in a row, not steps in turn
 
 
 def test_a_failing_job_is_reported_and_the_others_go_on() -> None:

@@ -47,6 +47,9 @@ def command(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
+    steady: Annotated[
+        bool, typer.Option("--steady", help="Without pauses, as in long training: 300 ms of calls in each turn.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse kernels that are not right.")] = True,
     tune: Annotated[
         bool, typer.Option("--tune", help="Search tile configurations; --group fwd or 'fwd half 64'.")
@@ -102,7 +105,7 @@ def command(
             _write(whole, record)
 
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
-        result = _bench(console, work, chosen, by_name, where, backend, quick, verify, budget, save)
+        result = _bench(console, work, chosen, by_name, where, backend, quick, steady, verify, budget, save)
     save(result)
     if plot_file is not None:
         plot(result, plot_file)
@@ -120,6 +123,7 @@ def _bench(
     where: torch.device,
     backend: str | None,
     quick: bool,
+    steady: bool,
     verify: bool,
     budget: float,
     save: Callable[[dict[str, Any]], None],
@@ -130,7 +134,7 @@ def _bench(
     skipped: list[str] = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("ceilings", total=sum(map(len, work.values())) + 1)
-        record, clock = run.start(where)
+        record, clock = run.start(where, steady)
         try:
             save(record)
         except ValueError as error:

@@ -196,6 +196,10 @@ def heading(record: Record) -> str:
     )
     made = f"{record['device']}; {versions}; {record['date']}, commit {record['commit'] or 'unknown'}."
     lines = [made, f"Ceilings in the same run: {ceilings}."]
+    if record.get("steady"):
+        lines.append(
+            "Without pauses: each contender worked for 300 ms in its turn, of which the second half was timed."
+        )
     lines += [f"Throttled, so without meaning: {group} ({why})." for group, why in record.get("slowed", {}).items()]
     for commit in _unique(e["commit"] for e in record["entries"] if "commit" in e):
         names = []

@@ -406,9 +406,9 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def start(device: torch.device) -> tuple[dict[str, Any], Clock]:
+def start(device: torch.device, steady: bool = False) -> tuple[dict[str, Any], Clock]:
     """An empty record for this machine with its ceilings, and the clock to fill it with."""
-    clock = Clock(device)
+    clock = Clock(device, steady)
     versions = {**machine.versions(), **{r.name: installed(r)[0] for r in every() if r.packages}}
     return {
         "device": device_name(device),
@@ -417,6 +417,7 @@ def start(device: torch.device) -> tuple[dict[str, Any], Clock]:
         "versions": versions,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
+        **({"steady": True} if steady else {}),
         "ceilings": ceilings(clock),
         "host_case": "",
         "host": [],
@@ -450,8 +451,10 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """A new record with the cases of an old one that it did not run, which keep their commit. A rival that is there in
     one of them only keeps its version.
 
-    ValueError if the old one is of another device or other versions.
+    ValueError if the old one is of another device, other versions, or timed the other way (`--steady`).
     """
+    if old.get("steady", False) != new.get("steady", False):
+        raise ValueError("the record to be kept was timed with pauses, or without, and this is not; name another file")
     before, now = _there(old), _there(new)
     for what, same in (
         ("device", old["device"] == new["device"]),

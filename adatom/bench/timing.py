@@ -17,6 +17,9 @@ import torch
 
 Job = Callable[[], Iterator[str]]
 _SLEEP = 1_500_000  # clock cycles, about a millisecond
+_TURN = 300.0  # milliseconds of a turn without pauses: longer than a GPU takes to find its clocks
+_TURNS = 7
+_STEPS = 2000  # of a turn, at most
 
 
 class Timing(NamedTuple):
@@ -42,12 +45,14 @@ class Clock:
 
     `flush()` empties the L2 cache between measurements. It also keeps the GPU busy for a while, so that the host has
     launched the kernels of the job before the GPU gets to them and the launch itself stays out of the time.
+
+    steady: jobs are to be timed without pauses and flushes, see `interleave`.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, steady: bool = False):
+        self.device, self.steady = device, steady
         self.cuda = device.type == "cuda"
-        if self.cuda:
+        if self.cuda and not steady:
             total = torch.cuda.get_device_properties(device).total_memory
             self._cache = torch.empty(min(1 << 29, total // 32), dtype=torch.int8, device=device)
 
@@ -83,6 +88,13 @@ class Clock:
             start = end
         return marks
 
+    def turn(self, job: Job, steps: int) -> list[dict[str, tuple[Any, Any]]]:
+        """The marks of a job's turn: of one step after a flush; of a steady clock, of the second half of so many."""
+        if not self.steady:
+            self.flush()
+            return [self.step(job)]
+        return [self.step(job) for _ in range(steps)][steps // 2 :]
+
 
 def interleave(
     jobs: dict[str, Job], clock: Clock, milliseconds: float = 80.0, most: int = 50, warmup: int = 2
@@ -91,17 +103,21 @@ def interleave(
     before leaves the GPU faster or slower, by 2 % of a kernel that memory bounds.
 
     Each job gets about `milliseconds` of measured time, between 3 and `most` repeats, spread evenly over the rounds.
-    Returns, for each job, its phases' timings, or the exception that it raised.
+    With a steady clock a turn is a row of steps instead, 300 ms long (2000 steps at most), whose second half is timed:
+    what a long training sees, where a power limit sets the clocks, caches are as the last step left them, and the host
+    must keep up. Returns, for each job, its phases' timings, or the exception that it raised.
     """
     results: dict[str, dict[str, Timing] | Exception] = {}
     repeats: dict[str, int] = {}
+    steps: dict[str, int] = {}  # of a turn without pauses
     for name, job in jobs.items():
         try:
             for _ in range(warmup):
                 marks = clock.step(job)
                 clock.wait()
-            estimate = sum(clock.between(*m) for m in marks.values())
-            repeats[name] = max(3, min(most, int(milliseconds / max(estimate, 1e-3))))
+            estimate = max(sum(clock.between(*m) for m in marks.values()), 1e-3)
+            repeats[name] = _TURNS if clock.steady else max(3, min(most, int(milliseconds / estimate)))
+            steps[name] = max(2, min(_STEPS, int(_TURN / estimate)))
         except Exception as error:  # a rival may fail in any way; the table shows how
             results[name] = _forget(error)
     rounds = max(repeats.values(), default=0)
@@ -111,16 +127,15 @@ def interleave(
             if i * repeats[name] // rounds == (i + 1) * repeats[name] // rounds:
                 continue
             try:
-                clock.flush()
-                taken[name].append(clock.step(jobs[name]))
+                taken[name] += clock.turn(jobs[name], steps[name])
             except Exception as error:
                 results[name] = _forget(error)
                 del taken[name]
     clock.wait()
-    for name, steps in taken.items():
+    for name, timed in taken.items():
         phases = {}
-        for phase in steps[0]:
-            times = [clock.between(*step[phase]) for step in steps]
+        for phase in timed[0]:
+            times = [clock.between(*step[phase]) for step in timed]
             phases[phase] = Timing(quantile(times, 0.5), quantile(times, 0.2), quantile(times, 0.8), len(times))
         results[name] = phases
     return {name: results[name] for name in jobs}
