@@ -88,3 +88,6 @@ def test_times_without_pauses_are_kept_apart(tmp_path: Path, monkeypatch: pytest
     refused = invoke(*words)
     assert refused.exit_code == 2 and "another file" in refused.output and record.read_text() == kept
     assert invoke("--steady", *words).exit_code == 0
+    record.unlink()
+    assert invoke(*words).exit_code == 0 and "steady" not in json.loads(record.read_text())
+    assert invoke("--steady", *words).exit_code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -55,28 +54,68 @@ def test_contenders_take_turns() -> None:
     assert len(set(rounds)) == 6  # nobody always comes after the same one
 
 
-def test_a_steady_clock_times_the_second_half_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_TURN", 20.0)
-    monkeypatch.setattr(timing.Clock, "flush", lambda clock: pytest.fail("a pause"))
-    order: list[str] = []
+class Ticks(timing.Clock):
+    """A steady clock that shows what `now` says, which jobs move on."""
 
-    def job(name: str) -> timing.Job:
-        work = product(64)
+    def __init__(self) -> None:
+        super().__init__(CPU, steady=True)
+        self.now = 0.0
 
+    def mark(self) -> float:
+        return self.now
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+    def flush(self) -> None:
+        pytest.fail("a pause")
+
+
+def test_a_steady_clock_times_the_second_half_of_each_row() -> None:
+    clock = Ticks()
+    calls: list[str] = []
+
+    def job(name: str, ms: float, first: float = 0.0) -> timing.Job:
         def step() -> Iterator[str]:
-            order.append(name)
-            return work()
+            clock.now += ms + first * (name not in calls)
+            calls.append(name)
+            yield "one"
+            clock.now += len(calls)  # tells which calls were timed
+            yield "two"
+            clock.now -= len(calls)
 
         return step
 
-    timed = timing.interleave({name: job(name) for name in "ab"}, timing.Clock(CPU, steady=True), warmup=1)
-    rows = ["".join(row) for _, row in itertools.groupby(order[2:])]
-    for name, result in timed.items():
-        assert isinstance(result, dict)
-        mine = sum(len(row) for row in rows if row[0] == name)
-        assert mine >= 7 * 2 and mine / 2 <= result["matmul"].repeats <= mine / 2 + 7
-        assert 0 < result["matmul"].low <= result["matmul"].ms <= result["matmul"].high
-    assert len(rows) <= 7 * 2 < len(order)  # turns in a row, not steps in turn
+    jobs = {"quick": job("quick", 1.0, first=500.0), "slow": job("slow", 100.0), "endless": job("endless", 400.0)}
+    timed = timing.interleave(jobs, clock, warmup=1)
+    for name, repeats in (("quick", 7 * 150), ("slow", 7 * 2), ("endless", 3)):
+        result = timed[name]
+        assert isinstance(result, dict) and result["one"].repeats == result["two"].repeats == repeats, name
+    assert timed["quick"]["one"].high == 1.0  # type: ignore[index]
+    clock.now, calls[:] = 0.0, []
+    marks = clock.turn(job("quick", 1.0), 6)
+    assert [round(clock.between(*m["two"])) for m in marks] == [4, 5, 6]
+    briefly = timing.interleave({"quick": job("quick", 1.0)}, clock, milliseconds=20, warmup=1)["quick"]
+    assert isinstance(briefly, dict) and briefly["one"].repeats == 3 * 150
+
+
+def test_a_steady_job_may_fail_in_the_middle_of_a_turn() -> None:
+    clock, calls = Ticks(), 0
+
+    def job(last: int) -> timing.Job:
+        def step() -> Iterator[str]:
+            nonlocal calls
+            calls += 1
+            if calls > last:
+                raise ValueError("broke")
+            clock.now += 10.0
+            yield "step"
+
+        return step
+
+    timed = timing.interleave({"breaks": job(50), "works": job(10**6)}, clock)
+    assert isinstance(timed["breaks"], ValueError)
+    assert isinstance(timed["works"], dict) and timed["works"]["step"].ms == 10.0
 
 
 def test_a_failing_job_is_reported_and_the_others_go_on() -> None:

@@ -174,3 +174,10 @@ def test_long_products_wait_for_the_kernel_ahead():
     """So that programs next to each other get multiprocessors next to each other."""
     assert [p["launch_pdl"] for p in launched(4096, 2048, 4096, "gelu")] == [True, True]
     assert [p["launch_pdl"] for p in launched(8192, 4096, 4096, "gelu")] == [False, False]
+    x, gate, up = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (8192, 2048, 2048))
+    o = hopper_linear.Options("silu", True, "tf32")
+    found = []
+    with pretend(H100), observed(lambda kernel, args, meta, spill: found.append(meta)):
+        for weight, other in ((gate, up), (torch.cat((gate, up)), None)):  # half of these would be short
+            hopper_linear.forward(hopper_linear.Inputs(x, weight, other, None), o, False)
+    assert [p["launch_pdl"] for p in found] == [False, False]

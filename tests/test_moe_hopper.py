@@ -14,7 +14,7 @@ from adatom.tiles.launch import observed
 
 pytest.importorskip("triton.experimental.gluon")
 
-from adatom.ops.moe import hopper_one, hopper_products, hopper_wide  # noqa: E402
+from adatom.ops.moe import hopper_one, hopper_outer, hopper_products, hopper_wide  # noqa: E402
 
 H100 = DEVICES[90]
 
@@ -155,3 +155,13 @@ def test_one_bit_is_changed(monkeypatch):
     byte.value = 0x6D
     assert hopper_wide.widen(PyCUtensorMap()) and byte.value == 0x7D
     assert not hopper_wide.widen(PyCUtensorMap()) and byte.value == 0x7D  # it fetches 256 bytes already
+
+
+def test_long_sums_for_the_weights_wait_for_the_kernel_ahead():
+    """See `begins_early`."""
+    seen = []
+    with pretend(H100), observed(lambda kernel, args, meta, spill: seen.append(meta["launch_pdl"])):
+        for pairs in (16384, 262144):
+            a, b = (torch.empty(pairs, n, dtype=torch.bfloat16, device="meta") for n in (1024, 512))
+            hopper_outer.outer(a, b, torch.empty(129, dtype=torch.int32, device="meta"))
+    assert seen == [True, False]

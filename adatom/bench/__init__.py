@@ -48,7 +48,7 @@ def command(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
     steady: Annotated[
-        bool, typer.Option("--steady", help="Without pauses, as in long training: 300 ms of calls in each turn.")
+        bool, typer.Option("--steady", help="Without pauses, as in long training: turns of some 300 ms.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse kernels that are not right.")] = True,
     tune: Annotated[
@@ -83,6 +83,8 @@ def command(
             raise ValueError("--tune needs a GPU, and knows the kernels of attention only")
         if tune and case:
             raise ValueError("--tune has no cases; --group says which kernels")
+        if tune and steady:
+            raise ValueError("--tune times calls with pauses")
         keys = tuning.keys(group or []) if tune else []
         work = {} if tune else run.groups(where, group or [], quick, op, case or ())
         if plot_file is not None and plot_file.suffix not in (".svg", ".png"):

@@ -197,9 +197,7 @@ def heading(record: Record) -> str:
     made = f"{record['device']}; {versions}; {record['date']}, commit {record['commit'] or 'unknown'}."
     lines = [made, f"Ceilings in the same run: {ceilings}."]
     if record.get("steady"):
-        lines.append(
-            "Without pauses: each contender worked for 300 ms in its turn, of which the second half was timed."
-        )
+        lines.append("Without pauses: in turns of about 300 ms (2 to 5000 calls), whose second half was timed.")
     lines += [f"Throttled, so without meaning: {group} ({why})." for group, why in record.get("slowed", {}).items()]
     for commit in _unique(e["commit"] for e in record["entries"] if "commit" in e):
         names = []
@@ -249,7 +247,8 @@ def plot(record: Record, path: Path) -> None:
     for i, (group, kind) in enumerate(panels, len(curves)):
         entries = [e for e in timed if (e["group"], e["pass"]) == (group, kind)]
         _draw_bars(figure.add_subplot(grid[i, :]), entries, colours, *_unit(record))
-    figure.suptitle(f"adatom bench, {record['device']}, {record['date']}", fontsize=10)
+    how = ", without pauses" if record.get("steady") else ""
+    figure.suptitle(f"adatom bench, {record['device']}, {record['date']}{how}", fontsize=10)
     figure.savefig(path)
     pyplot.close(figure)
 

@@ -453,8 +453,9 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
     ValueError if the old one is of another device, other versions, or timed the other way (`--steady`).
     """
-    if old.get("steady", False) != new.get("steady", False):
-        raise ValueError("the record to be kept was timed with pauses, or without, and this is not; name another file")
+    if old.get("steady") != new.get("steady"):
+        how = "without pauses" if old.get("steady") else "with pauses"
+        raise ValueError(f"the record to be kept was timed {how}, this one is not; name another file")
     before, now = _there(old), _there(new)
     for what, same in (
         ("device", old["device"] == new["device"]),

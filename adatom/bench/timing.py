@@ -18,8 +18,7 @@ import torch
 Job = Callable[[], Iterator[str]]
 _SLEEP = 1_500_000  # clock cycles, about a millisecond
 _TURN = 300.0  # milliseconds of a turn without pauses: longer than a GPU takes to find its clocks
-_TURNS = 7
-_STEPS = 2000  # of a turn, at most
+_STEPS = 5000  # of a turn, at most: with their events, calls take the host some 60 us
 
 
 class Timing(NamedTuple):
@@ -89,7 +88,7 @@ class Clock:
         return marks
 
     def turn(self, job: Job, steps: int) -> list[dict[str, tuple[Any, Any]]]:
-        """The marks of a job's turn: of one step after a flush; of a steady clock, of the second half of so many."""
+        """The marks of a job's turn: of one step after a flush; of a steady clock, of the second half of `steps`."""
         if not self.steady:
             self.flush()
             return [self.step(job)]
@@ -103,9 +102,9 @@ def interleave(
     before leaves the GPU faster or slower, by 2 % of a kernel that memory bounds.
 
     Each job gets about `milliseconds` of measured time, between 3 and `most` repeats, spread evenly over the rounds.
-    With a steady clock a turn is a row of steps instead, 300 ms long (2000 steps at most), whose second half is timed:
-    what a long training sees, where a power limit sets the clocks, caches are as the last step left them, and the host
-    must keep up. Returns, for each job, its phases' timings, or the exception that it raised.
+    With a steady clock each gets 3 to 7 turns instead, about 300 ms of steps in a row (2 to 5000), whose second half is
+    timed: what a long training sees, where a power limit sets the clocks, caches are as the last step left them, and
+    the host must keep up. Returns, for each job, its phases' timings, or the exception that it raised.
     """
     results: dict[str, dict[str, Timing] | Exception] = {}
     repeats: dict[str, int] = {}
@@ -115,30 +114,60 @@ def interleave(
             for _ in range(warmup):
                 marks = clock.step(job)
                 clock.wait()
-            estimate = max(sum(clock.between(*m) for m in marks.values()), 1e-3)
-            repeats[name] = _TURNS if clock.steady else max(3, min(most, int(milliseconds / estimate)))
-            steps[name] = max(2, min(_STEPS, int(_TURN / estimate)))
+            if clock.steady:
+                estimate = _in_a_row(job, clock)
+                repeats[name] = 3 if milliseconds < 80 or estimate > _TURN else 7
+            else:
+                estimate = max(sum(clock.between(*m) for m in marks.values()), 1e-3)
+                repeats[name] = max(3, min(most, int(milliseconds / estimate)))
+            steps[name] = max(2, min(_STEPS, round(_TURN / estimate)))
         except Exception as error:  # a rival may fail in any way; the table shows how
             results[name] = _forget(error)
     rounds = max(repeats.values(), default=0)
     taken: dict[str, list[dict[str, tuple[Any, Any]]]] = {name: [] for name in repeats}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in repeats}
     for i in range(rounds):
         for name in random.Random(i).sample(list(taken), len(taken)):
             if i * repeats[name] // rounds == (i + 1) * repeats[name] // rounds:
                 continue
             try:
                 taken[name] += clock.turn(jobs[name], steps[name])
+                if clock.steady:  # thousands of marks; the next job has half a turn to get over this
+                    times[name] += _read(taken[name], clock)
             except Exception as error:
                 results[name] = _forget(error)
                 del taken[name]
-    clock.wait()
-    for name, timed in taken.items():
+    for name, marked in taken.items():
+        each = times[name] + _read(marked, clock)
         phases = {}
-        for phase in timed[0]:
-            times = [clock.between(*step[phase]) for step in timed]
-            phases[phase] = Timing(quantile(times, 0.5), quantile(times, 0.2), quantile(times, 0.8), len(times))
+        for phase in each[0]:
+            of = [step[phase] for step in each]
+            phases[phase] = Timing(quantile(of, 0.5), quantile(of, 0.2), quantile(of, 0.8), len(of))
         results[name] = phases
     return {name: results[name] for name in jobs}
+
+
+def _in_a_row(job: Job, clock: Clock) -> float:
+    """Milliseconds of a step among others, by ever longer rows of them: a first call may take much longer."""
+    count = 1
+    while True:
+        start = clock.mark()
+        for _ in range(count):
+            clock.step(job)
+        end = clock.mark()
+        clock.wait()
+        took = clock.between(start, end)
+        if took > _TURN / 10 or count >= _STEPS:
+            return max(took / count, 1e-3)
+        count *= 2
+
+
+def _read(marked: list[dict[str, tuple[Any, Any]]], clock: Clock) -> list[dict[str, float]]:
+    """The milliseconds between these marks, which are given up."""
+    clock.wait()
+    times = [{phase: clock.between(*marks) for phase, marks in step.items()} for step in marked]
+    marked.clear()
+    return times
 
 
 def _forget(error: Exception) -> Exception:
@@ -197,7 +226,7 @@ def host_microseconds(
 
 
 _PRODUCTS = (("bf16 matmul", torch.bfloat16), ("TF32 matmul", torch.float32), ("fp32 matmul", torch.float32))
-_STEADY = 0.8
+_SLOW = 0.8
 
 
 def _product(clock: Clock, dtype: torch.dtype, by_tf32: bool = False) -> float:
@@ -221,11 +250,12 @@ def slowed(clock: Clock, ceilings: dict[str, float]) -> str:
     if not clock.cuda or name not in ceilings:
         return ""
     now = _product(clock, dtype)
-    return "" if now >= _STEADY * ceilings[name] else f"{name} fell from {ceilings[name]:.0f} to {now:.0f} TFLOP/s"
+    return "" if now >= _SLOW * ceilings[name] else f"{name} fell from {ceilings[name]:.0f} to {now:.0f} TFLOP/s"
 
 
 def ceilings(clock: Clock) -> dict[str, float]:
-    """What this device reaches at best: matrix products in TFLOP/s and a copy in GB/s (bytes read plus written)."""
+    """What this device reaches at best, or in the long run if the clock is steady: matrix products in TFLOP/s and a
+    copy in GB/s (bytes read plus written)."""
     device = clock.device
     best = {name: _product(clock, dtype, name == "TF32 matmul") for name, dtype in _PRODUCTS[0 if clock.cuda else 2 :]}
     count = (1 << 30) if clock.cuda else (1 << 26)

@@ -211,16 +211,14 @@ def _right(b_s, i, COLS: gl.constexpr):
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 
-_LONG = 250e9  # operations: some 350 us
+_LONG = 250e9  # operations: some 350 us; without pauses, forwards gained from 275e9 on
 
 
 def begins_early(operations: float) -> bool:
     """Whether a product whose programs take their tiles in turn had better be launched before the kernel ahead of it
-    has ended. Multiprocessors that fall free one by one get its programs in no order; those of an idle GPU come in
-    pairs, whose programs read the same tiles of B at the same time. That seems to cost less power, of which long
-    products have too little: see docs/linear.md."""
+    has ended. Programs that read the same tiles of B at the same time come in pairs; they cost less power on pairs of
+    multiprocessors, which those of a GPU that falls free bit by bit do not always get. From docs/linear.md."""
     return operations < _LONG
-
 
 
 class Launch(launch.Launch):
