@@ -47,7 +47,10 @@ def supplied(**optional: Any) -> dict[str, Any]:
 
 
 def require_dense(*tensors: torch.Tensor | None, instead: str = "") -> None:
-    """Raise TypeError for a sparse or nested tensor, whose rows no kernel can read. instead: what there is for it."""
+    """Raise TypeError for a sparse, nested or distributed tensor, whose rows no kernel can read. instead: what there is
+    for the first two."""
+    whole_here = all(type(t).__name__ != "DTensor" for t in tensors)
+    require(whole_here, "tensors of this process alone (`to_local`), no DTensor", TypeError)
     fits = all(t is None or dense(t) for t in tensors)
     require(fits, f"dense tensors, not sparse or nested ones{instead}", TypeError)
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from adatom.check import finite, require, require_dense, supplied, whole
+from adatom.check import finite, require, require_dense, require_operators, supplied, whole
 from adatom.ops.attention.api import attention, checked_bias
 from adatom.ops.attention.api import options_of as attention_options
 from adatom.ops.gated.api import mlp
 from adatom.ops.linear.api import linear, options_of
+from adatom.ops.linear.torch_linear import VALUES
 from adatom.ops.moe.api import moe_routed
 from adatom.ops.norm.api import layer_norm, rms_norm
 from adatom.ops.route.api import check_routing, moe_route, within_capacity
@@ -59,7 +60,13 @@ class Attention(nn.Module):
         self.k = nn.Linear(self.features[1], self.kv_heads * self.head_dim, qkv_bias, device, dtype)
         self.v = nn.Linear(self.features[2], self.kv_heads * self.head_dim, qkv_bias, device, dtype)
         self.out = nn.Linear(heads * self.head_dim, embed_dim, out_bias, device, dtype)
-        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
+        self.sinks = nn.Parameter(torch.empty(heads, device=device, dtype=dtype)) if sinks else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sinks of 0; the projections reset their own."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *,
@@ -107,9 +114,9 @@ class Attention(nn.Module):
             require(fits, "a key_padding_mask (batch, seqlen_k)", **given, key_padding_mask=key_padding_mask)
             bias = _and(bias, _attending(key_padding_mask)[:, None, None])
         result = attention(
-            self.q(query).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2),
-            self.k(key).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2),
-            self.v(value).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2),
+            self.q(query).unflatten(-1, (-1, self.head_dim)).transpose(1, 2),  # tensor parallelism: some of the heads
+            self.k(key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2),
+            self.v(value).unflatten(-1, (-1, self.head_dim)).transpose(1, 2),
             bias=bias, causal=self.causal, window=self.window, softcap=self.softcap, sinks=self.sinks, kv_lens=kv_lens,
             scale=self.scale, precision=self.precision, backend=self.backend,
         )  # fmt: skip
@@ -350,8 +357,19 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
+def _plain(layer: nn.Module) -> bool:
+    """Whether a layer is its weight and nothing else, so that who has the weight need not call it."""
+    forward = type(layer).forward
+    fits = forward is nn.Linear.forward or forward is Linear.forward and layer.activation in (None, "none")
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    return fits and "forward" not in layer.__dict__ and layer.bias is None and not hooks
+
+
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), the feed-forward block of Llama and its kin, whose parameter names it has.
+
+    One call of `adatom.mlp` as long as its three layers are plain. If one has a bias, hooks (pruning, FSDP or tensor
+    parallelism of its own), or is of another kind (an adapter, a quantised one), the layers are called one by one.
 
     Args:
         features: of x and, unless out_features is given, of the result. hidden: features between.
@@ -374,7 +392,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., features) to (..., out_features)."""
-        return mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, **self.options)
+        if _plain(self.gate_proj) and _plain(self.up_proj) and _plain(self.down_proj):
+            return mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, **self.options)
+        require_operators(self.options["backend"], "for layers that are not plain nn.Linear without bias")
+        value = VALUES[self.options["activation"] or "none"](self.gate_proj(x))
+        out: torch.Tensor = self.down_proj(value * self.up_proj(x))
+        return out
 
     def extra_repr(self) -> str:
         return f"activation={self.options['activation']}"

@@ -519,3 +519,15 @@ def test_tokens_that_do_not_count_give_no_gradient(scoring, junk):
     assert not logits.grad[~mask].any() and logits.grad[mask].isfinite().all() and logits.grad[mask].any()
     alone = adatom.load_balancing_loss(logits.detach()[mask], indices[mask], scoring=scoring)
     torch.testing.assert_close(loss.detach(), alone)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # PyTorch's own, both
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")
+def test_linearize_and_many_tangents() -> None:
+    """As jvp, and as a loop over samples."""
+    torch.manual_seed(0)
+    module, x, t = adatom.nn.MoE(8, 4, 4, 2, dtype=torch.float64), *torch.randn(2, 5, 8, dtype=torch.float64)
+    expected = torch.func.jvp(module, (x,), (t,))[1]
+    torch.testing.assert_close(torch.func.linearize(module, x)[1](t), expected)
+    each = torch.func.vmap(lambda x, t: torch.func.jvp(lambda x: module(x[None])[0], (x,), (t,))[1])(x, t)
+    torch.testing.assert_close(each, expected)

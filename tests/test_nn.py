@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import adatom.nn as modules
 from adatom.nn import Attention
@@ -251,3 +252,105 @@ def test_a_copy_keeps_frozen_weights_frozen(apart):
     theirs.out_proj.bias.requires_grad_(False)
     frozen = {name for name, p in Attention.from_torch(theirs).named_parameters() if not p.requires_grad}
     assert frozen == ({"q.weight"} if apart else {"q.weight", "k.weight", "v.weight"}) | {"out.bias"}
+
+
+def test_sinks_reset_as_parameters_do():
+    with torch.device("meta"):
+        module = Attention(8, 2, sinks=True)
+    module.to_empty(device="cpu").sinks.data.fill_(7.0)
+    module.reset_parameters()
+    assert module.sinks.requires_grad and module.sinks.tolist() == [0.0, 0.0]
+
+
+def test_projections_may_hold_some_of_the_heads():
+    """As tensor parallelism leaves them: halves add up to the whole."""
+    whole, x = Attention(12, 4, kv_heads=2, head_dim=3, out_bias=False), torch.randn(2, 5, 12)
+    total = torch.zeros(2, 5, 12)
+    for half in range(2):
+        part = Attention(12, 4, kv_heads=2, head_dim=3, out_bias=False)
+        for name in "qkv":
+            layer, of = getattr(part, name), getattr(whole, name)
+            layer.weight = nn.Parameter(of.weight.chunk(2)[half])
+            layer.bias = nn.Parameter(of.bias.chunk(2)[half])
+        part.out.weight = nn.Parameter(whole.out.weight.chunk(2, 1)[half])
+        total += part(x)
+    close(total, whole(x))
+
+
+class Adapted(nn.Module):
+    """A layer with a small one beside it, whose `weight` is the layer's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.beside = base, nn.Linear(base.in_features, base.out_features)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.beside(x)
+
+
+@pytest.mark.parametrize("layer", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("change", ["adapter", "bias", "hook", "instance", "prune", "ours"])
+def test_layers_of_a_gated_mlp_that_are_not_plain_are_called(layer, change):
+    module, x = modules.GatedMLP(6, 8, activation="gelu"), torch.randn(3, 6)
+    before, old = module(x), getattr(module, layer)
+    called = []
+    if change == "adapter":
+        setattr(module, layer, Adapted(old))
+    elif change == "bias":
+        old.bias = nn.Parameter(torch.randn(old.out_features))
+    elif change == "hook":
+        old.register_forward_hook(lambda *given: called.append(layer))
+    elif change == "instance":
+        old.forward = lambda x: 2 * nn.functional.linear(x, old.weight)
+    elif change == "prune":
+        prune.l1_unstructured(old, "weight", 0.5)
+    else:
+        setattr(module, layer, modules.Linear(old.in_features, old.out_features, bias=False, activation="relu"))
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    expected = down(nn.functional.gelu(gate(x)) * up(x))
+    called.clear()
+    found = module(x)
+    close(found, expected)
+    assert called == ([layer] if change == "hook" else [])
+    assert (change == "hook") == torch.allclose(found, before)
+    ours = torch.autograd.grad(found.sum(), list(module.parameters()))
+    for a, b in zip(ours, torch.autograd.grad(expected.sum(), list(module.parameters()))):
+        close(a, b)
+    module.options["backend"] = "triton"
+    with pytest.raises(NotImplementedError, match="layers that are not plain"):
+        module(x)
+
+
+def test_plain_layers_of_a_gated_mlp_are_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(modules, "mlp", lambda x, *weights, **options: calls.append(len(weights)) or x)
+    module = modules.GatedMLP(6, 8)
+    module.up_proj = modules.Linear(6, 8, bias=False)
+    nn.utils.parametrize.register_parametrization(module.gate_proj, "weight", nn.Identity())
+    module(torch.randn(2, 6))
+    assert calls == [3]
+
+
+def test_a_gated_mlp_with_an_adapter_compiles_whole():
+    module, x = modules.GatedMLP(6, 8), torch.randn(3, 6)
+    for layer in (module.down_proj, Adapted(module.down_proj)):
+        module.down_proj = layer
+        close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
+
+
+def test_tensors_of_several_processes_are_refused_in_words():
+    from torch.distributed.tensor import DTensor, Replicate
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        x = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Replicate()])
+        for call in (modules.Linear(4, 5), modules.RMSNorm(4), lambda x: modules.attention(*[x[:, None]] * 3)):
+            with pytest.raises(TypeError, match="no DTensor"):
+                call(x)
+    finally:
+        torch.distributed.destroy_process_group()

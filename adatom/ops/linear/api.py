@@ -46,8 +46,8 @@ def linear(
             of weight to it, in float32, and weight.grad stays as it is (accumulation over micro-batches). Every
             backward through the layer adds, also one that asks for other gradients only; it cannot be differentiated,
             nor can the layer in forward mode or under torch.func. Nothing is added for a weight that requires no
-            gradient; one that was computed from others (or is a view, as FSDP's may be) is refused, as those would get
-            none.
+            gradient; one that was computed from others (or is a view, as FSDP1's may be) is refused, as those would get
+            none. Nobody adds up the buffers of several processes: DDP and FSDP2 see weight.grad only.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee". In
             forward mode products are PyTorch's, which on a GPU go by torch.backends.cuda.matmul.
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.

@@ -93,10 +93,10 @@ class _Blocks:
         full = min(groups, rows)  # groups that can have rows
         self.count = (rows + full * (self.length - 1)) // self.length
         offsets = offsets.long()
-        first = torch.zeros_like(offsets)
-        torch.cumsum((offsets.diff() + self.length - 1) // self.length, 0, out=first[1:])
-        self.group = torch.searchsorted(first[1:], torch.arange(self.count, device=device), right=True)
-        self.group.clamp_(max=groups - 1)  # blocks that hold nothing
+        blocks = (offsets.diff() + self.length - 1) // self.length
+        first = torch.cat((offsets.new_zeros(1), blocks.cumsum(0)))  # out= is lost by torch.func.linearize
+        block = torch.searchsorted(first[1:], torch.arange(self.count, device=device), right=True)
+        self.group = block.clamp(max=groups - 1)  # blocks that hold nothing
         row = torch.arange(rows, device=device)
         of = torch.searchsorted(offsets[1:], row, right=True)
         slot = first.index_select(0, of) * self.length + row - offsets.index_select(0, of)
