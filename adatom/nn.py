@@ -369,7 +369,8 @@ class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), the feed-forward block of Llama and its kin, whose parameter names it has.
 
     One call of `adatom.mlp` as long as its three layers are plain. If one has a bias, hooks (pruning, FSDP or tensor
-    parallelism of its own), or is of another kind (an adapter, a quantised one), the layers are called one by one.
+    parallelism of its own), or is of another kind (an adapter, a quantised one), the layers are called one by one, and
+    recompute and precision do not count.
 
     Args:
         features: of x and, unless out_features is given, of the result. hidden: features between.
@@ -395,7 +396,7 @@ class GatedMLP(nn.Module):
         if _plain(self.gate_proj) and _plain(self.up_proj) and _plain(self.down_proj):
             return mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, **self.options)
         require_operators(self.options["backend"], "for layers that are not plain nn.Linear without bias")
-        value = VALUES[self.options["activation"] or "none"](self.gate_proj(x))
+        value = VALUES[self.options["activation"]](self.gate_proj(x))
         out: torch.Tensor = self.down_proj(value * self.up_proj(x))
         return out
 

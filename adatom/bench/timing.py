@@ -17,8 +17,8 @@ import torch
 
 Job = Callable[[], Iterator[str]]
 _SLEEP = 1_500_000  # clock cycles, about a millisecond
-_TURN = 300.0  # milliseconds of a turn without pauses: longer than a GPU takes to find its clocks
-_STEPS = 5000  # of a turn, at most: with their events, calls take the host some 60 us
+_TURN = 300.0  # milliseconds of a turn without pauses
+_STEPS = 5000  # of a turn, at most
 
 
 class Timing(NamedTuple):

@@ -211,13 +211,13 @@ def _right(b_s, i, COLS: gl.constexpr):
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 
-_LONG = 250e9  # operations: some 350 us; without pauses, forwards gained from 275e9 on
+_LONG = 250e9  # operations: some 350 us
 
 
 def begins_early(operations: float) -> bool:
     """Whether a product whose programs take their tiles in turn had better be launched before the kernel ahead of it
-    has ended. Programs that read the same tiles of B at the same time come in pairs; they cost less power on pairs of
-    multiprocessors, which those of a GPU that falls free bit by bit do not always get. From docs/linear.md."""
+    has ended. Programs that read the same tiles of B at the same time come in pairs; they are faster on pairs of
+    multiprocessors, which they do not always get of a GPU that falls free bit by bit. From docs/linear.md."""
     return operations < _LONG
 
 
