@@ -323,7 +323,7 @@ def build(spec: Spec) -> Report:
     if report.spill > report.spill_allowed:
         return report._replace(failure=f"spills {report.spill} bytes; its configuration allows {report.spill_allowed}")
     if spec.kernel.is_gluon():
-        return report._replace(failure=_schedule(report))
+        return report._replace(failure=_schedule(report) or _idle_barriers(compiled.asm["ttgir"]))
     return report
 
 
@@ -338,6 +338,18 @@ def _schedule(report: Report) -> str | None:
     least = report.meta.get("BLOCK_N", 0) // (8 if report.meta.get("SQUARE") else 4)  # 8: of half a block
     if walks and (report.overlap or 0) < least and not _moves_wait(report.meta):
         return f"computes {report.overlap or 0} exponentials under its products: its softmax waits for them"
+    return None
+
+
+def _idle_barriers(ttgir: str) -> str | None:
+    """Barriers that nobody looks at once they are made: Triton gives their memory to what is allocated behind them, and
+    the hardware may yet write them back there, as when another process takes the GPU."""
+    for name in re.findall(r"(%[\w#]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64,", ttgir):
+        parts = re.findall(rf"(%[\w#]+) = ttg\.memdesc_index {name}\[", ttgir)
+        places = "|".join(map(re.escape, (name, *parts)))
+        lines = re.findall(rf"^.*(?:{places})(?![\w#]).*$", ttgir, re.MULTILINE)
+        if not any(re.search(r"local_alloc|memdesc_index|init_barrier", line) is None for line in lines):
+            return f"makes barriers that nobody looks at: {name}"
     return None
 
 

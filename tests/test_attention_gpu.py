@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -142,3 +144,48 @@ def test_packed_sequences_do_not_see_each_other(
         assert all(torch.equal(a, b) for a, b in zip(found[0], others))
     for others in found[3::2]:  # the fast row adds dQ in any order
         assert all(torch.equal(a, b) for a, b in zip(found[1][1:], others[1:]))
+
+
+SHARING = """
+import sys, time, torch, adatom
+
+torch.use_deterministic_algorithms(True)
+
+
+def calls(length, dim, causal, biased, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    given = [torch.randn(1, 4, length, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(1, 4, length, length, device="cuda", dtype=dtype, requires_grad=True) if biased else None
+    wanted = given if bias is None else [*given, bias]
+    def call():
+        out = adatom.attention(*given, bias=bias, causal=causal)
+        return out, *torch.autograd.grad(out, wanted, out.detach())
+    return call
+
+
+made = [calls(*c) for c in ((8192, 128, False, True), (4096, 128, True, False), (4096, 64, True, False),
+                            (2048, 256, True, False), (2048, 64, False, True))]
+first = [call() for call in made]
+print("made", flush=True)
+sys.stdin.readline()
+end = time.time() + 12
+while time.time() < end:
+    for call, was in zip(made, first):
+        assert all(map(torch.equal, call(), was))
+"""
+
+
+def test_results_repeat_while_another_process_shares_the_gpu(cuda):
+    """The GPU then changes between the two in the middle of kernels."""
+    pipe = subprocess.PIPE
+    both = [subprocess.Popen([sys.executable, "-c", SHARING], stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    try:
+        for process in both:
+            assert process.stdout.readline() == "made\n"
+        for process in both:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert [process.wait(120) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()

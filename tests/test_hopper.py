@@ -229,7 +229,7 @@ def test_what_a_tile_visits(shape, sharing, way):
     _, _, left, right, lens, block_m = shape
     plan = SimpleNamespace(
         LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False, CUT=False, UP=way == "up",
-        ABREAST=way == "abreast",
+        ABREAST=way == "abreast", SHIFTED=False,
     )  # fmt: skip
     stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5
     for j in range(math.ceil(shape[1] / 128)):
@@ -522,15 +522,15 @@ def test_ordered_sums_repeat_under_load(cuda):
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    lens = torch.tensor([1900, 1000, 77], dtype=torch.int32, device=cuda)
+    lens = torch.tensor([1900, 1000, 77, 640], dtype=torch.int32, device=cuda)
     for dim, kv_heads, len_k, options in (
         (64, 8, 1900, {}), (64, 2, 1900, {"causal": True}), (64, 8, 1900, {"causal": True, "kv_lens": lens}),
-        (128, 2, 1900, {}), (128, 8, 1900, {"causal": True}), (128, 8, 1300, {"causal": True}),
+        (128, 8, 1900, {}), (128, 2, 1900, {}), (128, 8, 1900, {"causal": True}), (128, 8, 1300, {"causal": True}),
         (128, 8, 1900, {"window": (300, 0)}), (128, 8, 1900, {"window": (100, 50)}), (128, 2, 1900, {"causal": True}),
         (128, 2, 1900, {"causal": True, "kv_lens": lens}),
     ):  # fmt: skip
-        q, dout = (torch.randn(3, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-        k, v = (torch.randn(3, kv_heads, len_k, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+        q, dout = (torch.randn(4, 8, 1900, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(4, kv_heads, len_k, dim, device=cuda, dtype=torch.bfloat16) for _ in range(2))
         x, o, _ = inputs_of(q, k, v, **options)
         out, lse = hopper_fwd.forward(x, o)
         first = hopper_bwd.backward_ordered(x, o, out, lse, dout, None, False)

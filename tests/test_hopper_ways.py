@@ -35,14 +35,16 @@ def test_what_is_left_of_the_last_round_is_cut_into_pieces(heads, group, n_block
     blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=piece_of)
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit = as_python(feed.visit, step=as_python(feed.step))
-    plan = SimpleNamespace(CUT=True, UP=False, ABREAST=False, LEFT=False, RIGHT=False, LENS=False, VARLEN=False)
+    plan = SimpleNamespace(
+        CUT=True, UP=False, ABREAST=False, SHIFTED=False, LEFT=False, RIGHT=False, LENS=False, VARLEN=False
+    )
     rest = heads * n_blocks % programs
     pieces, whole = cut.pieces_of(rest, blocks, sharing, programs), heads * n_blocks - rest
     counts = (None, (whole + rest * pieces, whole, pieces))
     seen = defaultdict(list)
     for t in range(whole + rest * pieces):
         tile, _ = piece_of(t, counts, plan)
-        begin, count = blocks_of_piece(t, 0, blocks, counts, plan)
+        begin, count = blocks_of_piece(t, 0, 0, blocks, counts, plan)
         assert count > 0
         assert (count < blocks) == (t >= whole and pieces > 1)
         head, block = tile_of(tile, n_blocks, heads, group)
@@ -120,14 +122,16 @@ def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, windo
     (8, 16, 4096, False, False, 4), (32, 16, 1024, False, False, 16), (1, 16, 4096, False, False, 16),
     (2, 16, 4096, False, False, 8), (2, 12, 4096, False, False, 12), (1, 4, 16384, False, False, 4),
     (1, 13, 1000, False, False, 13), (2, 13, 16384, False, False, 2), (1, 16, 4096, True, False, 16),
-    (1, 16, 2048, True, False, 16), (2, 16, 2048, True, True, 8), (8, 16, 4096, True, True, 4),
-    (1, 8, 32768, True, True, 1), (1, 23, 4096, True, False, 23), (1, 24, 4096, True, True, 6),
+    (1, 16, 2048, True, False, 16), (8, 16, 2048, True, True, 8), (8, 16, 4096, True, True, 4),
+    (1, 8, 32768, True, True, 1), (1, 23, 4096, True, False, 23), (2, 24, 4096, True, True, 6),
 ])  # fmt: skip
 def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch, heads, length, causal, up, group):
-    """And the longest tiles of few heads come first there, though they are under a causal mask."""
+    """And the longest tiles of few heads come first there, though they are under a causal mask. With lengths of keys,
+    which have no timetable."""
     q = torch.empty(batch, heads, length, 128, dtype=torch.bfloat16, device="meta")
+    lens = None if up else torch.empty(batch, dtype=torch.int32, device="meta")
     with pretend(H100):
-        x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal)
+        x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal, kv_lens=lens)
         main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
     assert main.meta["UP"] == up
     assert dict(zip(main.kernel.arg_names[18:], main.scalars))["group"] == group
@@ -135,10 +139,11 @@ def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch
 
 def test_half_as_many_heads_go_together_beside_a_bias_and_head_dim_64_has_larger_blocks():
     q, bias = (torch.empty(2, 16, 4096, n, dtype=torch.bfloat16, device="meta") for n in (128, 4096))
+    lens = torch.empty(2, dtype=torch.int32, device="meta")
     groups = []
     for dim, given in ((128, None), (128, bias), (64, None)):
         with pretend(H100):
-            x, o, _ = inputs_of(q=q[..., :dim], k=q[..., :dim], v=q[..., :dim], bias=given)
+            x, o, _ = inputs_of(q=q[..., :dim], k=q[..., :dim], v=q[..., :dim], bias=given, kv_lens=lens)
             main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
         groups.append(dict(zip(main.kernel.arg_names[18:], main.scalars))["group"])
     assert groups == [8, 4, 8]
@@ -236,7 +241,7 @@ def test_consumers_that_multiply_dq_in_turn_meet(seed):
     assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
 
 
-@pytest.mark.parametrize("way", ["down", "up", "abreast"])
+@pytest.mark.parametrize("way", ["down", "up", "abreast", "shifted"])
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("left", [-1, 0, 2, 100, 300])
 @pytest.mark.parametrize("right", [0, 2, 300])
@@ -245,13 +250,18 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
     """A tile's visits are in two loops, under a window in three, as `walk._walk` counts them; of those that only the
     edge to the left may cut, the other cuts none."""
     len_q, len_k = lengths
+    shifted = way == "shifted"
+    if shifted and (len_q != len_k or left >= 0 or right > 0):
+        return
     of = SimpleNamespace(
         LEFT=left >= 0, RIGHT=True, LENS=False, VARLEN=False, CUT=False, EVEN_N=len_k % 128 == 0, BLOCK_M=block_m,
-        UP=way == "up", ABREAST=way == "abreast", LOOPS=3 if left >= 0 else 2,
+        UP=way == "up", ABREAST=way == "abreast", SHIFTED=shifted, LOOPS=3 if left >= 0 or shifted else 2,
     )  # fmt: skip
     blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
-    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
-    visit, visits = as_python(feed.visit, step=as_python(feed.step)), as_python(walk._visits)
+    ends = as_python(feed.shifted_ends)
+    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first), shifted_ends=ends)
+    visit = as_python(feed.visit, step=as_python(feed.step), shifted_ends=ends)
+    visits = as_python(walk._visits)
     stride, sharing = math.ceil(len_q / block_m), 3 if of.ABREAST else 1
     for n0 in range(0, len_k, 128):
         ragged = n0 + 128 > len_k
@@ -259,7 +269,8 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
         at, seen = before_visits(0, 0, begin, count, sharing, stride, of), []
         for kind in range(of.LOOPS):
             cuts = walk._cuts(kind, of)
-            for _ in range(visits(cuts, span, ragged, of) * sharing):
+            there = not shifted or kind == 1 or (begin < count) == (kind == 0)
+            for _ in range(visits(cuts, span, ragged, of) * sharing if there else 0):
                 at = visit(*at, 0, begin, count, sharing, stride, of)
                 seen.append(at[0])
                 queries = range(at[0] * block_m, min((at[0] + 1) * block_m, len_q))
@@ -267,7 +278,7 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
                 assert cuts == "right" or not ragged and n0 + 127 <= first + right
                 assert cuts != "none" or left < 0 or last - left <= n0
         wanted = [m for m in range(begin, begin + count) for _ in range(sharing)]
-        assert seen == wanted[:: 1 if of.UP else -1]
+        assert seen == wanted[:: 1 if of.UP or shifted and begin < count else -1]
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -385,3 +396,139 @@ def test_boxes_of_packed_tensors_end_with_a_sequence(size):
             address = 2 * sum(place * stride for place, stride in zip(at, desc.strides)) % 2**64
             if inside:
                 assert address == 2 * ((begin + row) * x.stride(0) + h * x.stride(1) + 8)
+
+
+# -- a timetable -------------------------------------------------------------------------------------------------------
+
+
+def timetable(len_q: int, len_k: int, causal: bool, block_m: int, each: int) -> list[list[tuple[int, int]]]:
+    """Of each tile of a head, the blocks of queries that it visits, in turn, and its place in their sums."""
+    of = dict.fromkeys(("LEFT", "LENS", "VARLEN", "CUT", "UP", "ABREAST"), False)
+    of = SimpleNamespace(**of, RIGHT=causal, BLOCK_M=block_m, SHIFTED=True)
+    ends, place = as_python(feed.shifted_ends), as_python(feed.place_in_sum)
+    before_visits = as_python(feed.before_visits, shifted_ends=ends)
+    visit = as_python(feed.visit, shifted_ends=ends)
+    blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=as_python(feed.piece_of))
+    counts = (*(None,) * 6, len_k, (0, 0, each))
+    stride, tiles = math.ceil(len_q / block_m), []
+    for n0 in range(0, len_k, 128):
+        begin, count = blocks_of(n0 // 128, len_q, len_k, -1, 0 if causal else -1, None, block_m)
+        begin, count = blocks_of_piece(0, n0, begin, count, counts, of)
+        at, seen = before_visits(0, 0, begin, count, 1, stride, of), []
+        for _ in range(count):
+            at = m, h, block = visit(*at, 0, begin, count, 1, stride, of)
+            assert (h, block) == (0, m)
+            seen.append((m, place(m, n0, begin, count, counts, of)))
+        tiles.append(seen)
+    return tiles
+
+
+def rounds(tiles, heads: int, group: int, programs: int, shuffled: bool = False) -> int | None:
+    """How many visits one behind the other it takes programs that take tiles by number, or None if all wait for ever;
+    shuffled: programs run in any order, and what one adds the next sees at once."""
+    order = [
+        (h, iter(visits))
+        for first in range(0, heads, group)
+        for visits in tiles
+        for h in range(first, min(first + group, heads))
+    ]
+    order.reverse()
+    turns: dict[tuple[int, int], int] = defaultdict(int)
+    running: list[list] = []
+    for time in itertools.count():
+        while order and len(running) < programs:
+            h, visits = order.pop()
+            running.append([h, visits, next(visits)])
+        if not running:
+            return time
+        passed = []
+        for walker in random.sample(running, len(running)) if shuffled else running:
+            h, visits, (m, place) = walker
+            if turns[h, m] == place:
+                passed.append((h, m))
+                turns[h, m] += shuffled
+                walker[2] = next(visits, None)
+        if not passed:
+            return None
+        for at in passed:
+            turns[at] += not shuffled
+        running = [walker for walker in running if walker[2] is not None]
+
+
+TABLES = [
+    (len_q, len_k, causal, block_m)
+    for len_q, len_k in ((1, 1), (64, 300), (300, 64), (960, 960), (1000, 1000), (1024, 1024), (2100, 2100))
+    for causal in (False, True)
+    for block_m in (64, 128)
+    if not causal or len_q == len_k
+]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("shape", TABLES)
+def test_a_timetable_has_each_visit_once_and_nobody_waits_for_ever(shape, parts):
+    """All tiles that see a block of queries have places of their own in its sum, and programs in which all that run
+    together find room come to an end, whatever order they run in."""
+    random.seed(0)
+    len_q, len_k, causal, block_m = shape
+    each = math.ceil(math.ceil(len_k / 128) / parts)
+    tiles = timetable(len_q, len_k, causal, block_m, each)
+    places = defaultdict(list)
+    for j, visits in enumerate(tiles):
+        begin, count = blocks_of(j, len_q, len_k, -1, 0 if causal else -1, None, block_m)
+        assert sorted(m for m, _ in visits) == list(range(begin, begin + count))
+        for m, place in visits:
+            places[m].append(place)
+    assert sorted(places) == list(range(math.ceil(len_q / block_m)))
+    assert all(sorted(found) == list(range(len(found))) for found in places.values())
+    room = math.ceil(len(tiles) / 2) if causal else each
+    for programs in (room, room + 1, 2 * room + 1, 132):
+        assert rounds(tiles, 5, min(5, programs // room), programs, shuffled=True)
+    if room > 1:  # else nobody waits for a tile of a higher number
+        assert rounds(tiles, 5, 1, room - 1) is None
+
+
+def shift_of(batch, heads, length, causal=False, bias=False, kv_heads=None, dim=128, **options):
+    """(tiles of a head together, heads together) of an ordered backward on an H100, or None; and what it launches."""
+    q, k = (torch.empty(batch, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads or heads))
+    with pretend(H100):
+        full = torch.empty(batch, heads, length, length, dtype=q.dtype, device="meta") if bias else None
+        x, o, _ = inputs_of(q=q, k=k, v=k, bias=full, causal=causal, **options)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, bias, True)
+    at, meta = plan.main.scalars, plan.main.meta
+    assert plan.shifted == meta["SHIFTED"]
+    assert not plan.shifted or meta["ONCE"] and not (meta["UP"] or meta["ABREAST"] or meta["CUT"] or meta["CLAIM"])
+    return (at[17], at[9]) if plan.shifted else None
+
+
+def test_a_timetable_fills_the_gpu():
+    """Where one is used, tiles take hardly more visits than what a GPU that is always busy would take."""
+    found = 0
+    for batch, heads, length, causal in itertools.product(
+        (1, 2), (2, 5, 8, 12, 16, 22), (1024, 2048, 3000, 4096, 8192), (False, True)
+    ):
+        shift = shift_of(batch, heads, length, causal)
+        if shift is not None:
+            found += 1
+            each, group = shift
+            tiles = timetable(length, length, causal, 64, each)
+            visits = sum(map(len, tiles)) * batch * heads
+            least = max(len(tiles[0]) * math.ceil(len(tiles) * batch * heads / 132) * (not causal), visits / 132)
+            assert rounds(tiles, batch * heads, group, 132) <= 1.1 * least + 4
+    assert found > 30
+
+
+def test_which_problems_have_a_timetable():
+    assert shift_of(1, 8, 4096) == (32, 1)
+    assert shift_of(1, 2, 32768) == (128, 1)
+    assert shift_of(1, 5, 6400) == (25, 5)  # 50 tiles of one head leave 32 multiprocessors idle
+    assert shift_of(1, 8, 4096, causal=True) == (16, 8)
+    assert shift_of(1, 32, 4096, kv_heads=8) == (32, 1)
+    assert shift_of(1, 16, 4096, bias=True) == (32, 1)
+    assert shift_of(1, 16, 2048, causal=True, bias=True) == (8, 16)
+    for options in (
+        {"batch": 8}, {"length": 3072}, {"dim": 64}, {"window": (100, 100)}, {"causal": True, "kv_heads": 4},
+        {"causal": True, "bias": True}, {"causal": True, "heads": 20}, {"causal": True, "length": 1024},
+        {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
+    ):  # fmt: skip
+        assert shift_of(**{"batch": 1, "heads": 16, "length": 4096, **options}) is None, options

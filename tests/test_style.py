@@ -53,10 +53,10 @@ def lines_of_code(path):
 
 def test_the_package_is_small():
     """Lines of code outside kernels: 2,790 for attention, 970 for any other op, 1,840 for what is around them; and
-    3,530 for the tools of the command line, which no training job runs."""
+    3,540 for the tools of the command line, which no training job runs."""
     tools = [path for path in SOURCES if path.stem in TOOLS or path.parent.name == "bench"]
     assert {path.stem for path in tools} >= TOOLS
-    assert sum(map(lines_of_code, tools)) <= 3530
+    assert sum(map(lines_of_code, tools)) <= 3540
     ops = {path.name: 0 for path in (PACKAGE / "ops").iterdir() if path.is_dir() and path.name != "__pycache__"}
     around = 0
     for path in SOURCES:

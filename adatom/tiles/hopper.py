@@ -88,7 +88,11 @@ def lap(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """A ring of barriers, each of which COUNT arrivals complete. Call fence_async_shared() after the last ring."""
+    """A ring of barriers, each of which COUNT arrivals complete. Call fence_async_shared() after the last ring.
+
+    Make none that nobody looks at: Triton gives its memory to what is allocated next, and the hardware may yet write it
+    back there, as when another process takes the GPU (docs/hopper.md, "Barriers that nobody looks at").
+    """
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=COUNT)

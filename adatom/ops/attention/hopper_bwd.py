@@ -14,8 +14,8 @@ adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one be
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first), and others wait
 for that; or the kernel ahead clears the sum (not Plan.FIRST). They add in whatever order they come to it, which alone
 varies from run to run: dK and dV repeat bit for bit, dQ but for rounding. ORDERED: at each block of queries they wait
-for the keys before, or, where tiles walk upwards, behind (hopper_bwd_feed.py). A block that nobody visits has no piece:
-the kernel behind sees that, and writes zeros.
+for the keys before, or, where tiles walk upwards, behind, or (Plan.SHIFTED) for who comes earlier by a timetable
+(hopper_bwd_feed.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
 """
 
 from typing import NamedTuple
@@ -61,6 +61,7 @@ _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs
 # without a mask; beside a full bias, which passes through L2, too, half as many; measured, as above
 _FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards; half of it: below
 # which more heads go together beside a full bias; measured, as above
+_BUSY = 0.93  # share of the GPU that is busy at least where tiles are shifted; measured, as above
 _LONG = 4096  # queries from which on some ways are faster; measured
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -102,11 +103,12 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
                 RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
-                ABREAST: gl.constexpr, IN_TURN: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr,
-                EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr,
-                PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr,
-                BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, SUMS: gl.constexpr,
-                WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                ABREAST: gl.constexpr, SHIFTED: gl.constexpr, IN_TURN: gl.constexpr, LOOPS: gl.constexpr,
+                CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
+                BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
+                LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr,
+                SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr,
+                REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -117,11 +119,13 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
     how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
     is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
-    pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have.
+    pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: SHIFTED: tiles of
+    a head that run together.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   FIRST, CLAIM, UP, ABREAST, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M, PARTS,
-                                   STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE, KV_STAGES)
+                                   FIRST, CLAIM, UP, ABREAST, SHIFTED, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M,
+                                   PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE,
+                                   KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -138,21 +142,22 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     v_full = make_barriers(KV_STAGES, 2)
     kv_empty = make_barriers(KV_STAGES, 4 if ADDER and DYNAMIC else 2)
     q_full = make_barriers(STAGES, 1)
-    q_empty = make_barriers(STAGES, 2)
     do_full = make_barriers(STAGES, 1)
-    do_empty = make_barriers(STAGES, 2)
-    ds_full = make_barriers(2, 2)
+    # what nobody looks at is not made (`make_barriers`)
+    q_empty, do_empty, ds_full, dq_full, dq_empty, bias_full, bias_empty = (q_full,) * 7
+    bias_s = k_s
+    if not PLAN.DENSE:
+        q_empty = make_barriers(STAGES, 2)
+        do_empty = make_barriers(STAGES, 2)
+    if LATE:
+        ds_full = make_barriers(2, 2)
     if ADDER:
         dq_full = make_barriers(2, 1)
         dq_empty = make_barriers(2, 1)
-    else:
-        dq_full, dq_empty = ds_full, ds_full  # not looked at
     if BIAS == FULL:
         bias_s = make_tiles(Bias, BIAS_STAGES * 2)
         bias_full = make_barriers(BIAS_STAGES, 2)
         bias_empty = make_barriers(BIAS_STAGES, 2)
-    else:
-        bias_s, bias_full, bias_empty = k_s, ds_full, ds_full  # not looked at
     ones_s = k_s
     if SUMS:
         ones = gl.full([8, BLOCK_M // PARTS], 1.0, Q.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
@@ -222,6 +227,7 @@ class Launches(NamedTuple):
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
     pieces: tuple[int, ...]  # shape of the sums of pieces of tiles
+    shifted: bool = False  # programs wait for some that have not begun
 
 
 def _inside(call: Call, dim: int, config: Config) -> int:
@@ -257,6 +263,7 @@ class Way(NamedTuple):
     claim: bool = False
     up: bool = False
     abreast: bool = False
+    shifted: bool = False
     in_turn: bool = False
     loops: int = 1
     cut: bool = False
@@ -264,7 +271,8 @@ class Way(NamedTuple):
 
 
 def _way(
-    call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, sums: bool, softcap: bool, few: bool
+    call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, sums: bool, softcap: bool, few: bool,
+    shifted: bool,
 ) -> Way:  # fmt: skip
     """What was fastest (docs/hopper_backward.md). Nobody waits for the keys before but where tiles are taken by number:
     a program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
@@ -281,6 +289,8 @@ def _way(
             loops = 3
         elif causal and (not wide or long or not call.even(call.len_k, BLOCK_N.value)):
             loops = 2
+    if shifted:
+        return Way("one", first, shifted=True, loops=3 if loops > 1 else 1)
     if ordered:
         abreast = causal and wide and shared and not sums
         longest_first = causal and not shared and (full or few and call.batch * call.heads < _TOGETHER)
@@ -296,6 +306,35 @@ def _way(
         return Way(tiles, up=True, loops=loops)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
+
+
+def _shift(call: Call, dim: int, n_tiles: int) -> tuple[int, int] | None:
+    """Whether tiles in order go by a timetable (`feed.place_in_sum`), where all that run together must be on the GPU:
+    (tiles of a head that do, heads that do), or None. Where that was faster: where few tiles fill the GPU evenly.
+
+    Without a mask a head's tiles run together, and heads behind each other; where these do not fill the GPU, a part of
+    each of several heads, which lie in L2. Under a causal mask half of the tiles of several heads do.
+    """
+    sms, n_heads = call.device.sms, call.batch * call.kv_heads
+    if dim <= 64 or call.varlen or call.x.kv_lens is not None or call.left >= 0 or not 0 < n_tiles < _FEW * sms:
+        return None
+    tiles = n_tiles // n_heads
+    if call.right >= 0:
+        half = -(-tiles // 2)
+        square = call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
+        if not square or not half <= sms < n_tiles or call.meta["BIAS"] == FULL.value and call.len_q >= _LONG:
+            return None
+        groups = -(-n_heads // (sms // half))
+        return (half, -(-n_heads // groups)) if n_heads * half >= _BUSY * groups * sms else None
+    for parts in range(-(-tiles // sms), 5):
+        each = -(-tiles // parts)
+        groups = -(-n_heads // (sms // each))
+        together = 1 if parts == 1 else -(-n_heads // groups)
+        rounds, read = groups * parts, together * call.heads // call.kv_heads * call.len_q * dim * 8
+        busy = rounds == -(-n_tiles // sms) or n_tiles >= _BUSY * rounds * sms
+        if busy and (parts == 1 or read <= 1.5 * _L2_BYTES):
+            return each, together
+    return None
 
 
 def _equal(heads: int, sizes: range) -> int:
@@ -350,7 +389,8 @@ def _launches(
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
     sharing, full = call.heads // max(call.kv_heads, 1), kind == FULL.value
     few = n_tiles < _FEW * call.device.sms
-    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0, few)
+    shift = _shift(call, dim, n_tiles) if ordered and not dbias.sums else None
+    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0, few, shift is not None)
     turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
@@ -363,10 +403,11 @@ def _launches(
     pieces, whole = pieces_of(rest, n_m, sharing, call.device.sms) if way.cut else 1, n_tiles - rest
     units = whole + rest * pieces
     together, least, group = _in_flight(call, dim, m, way, ordered, inside > 0, full, n_heads, n_tiles)
+    each, group = shift or (pieces, group)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
-        call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, pieces,
+        call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, each,
         call.scale, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
@@ -389,7 +430,8 @@ def _launches(
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ADDER": turns or way.up, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "ABREAST": way.abreast, "IN_TURN": way.in_turn, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
+            "ABREAST": way.abreast, "SHIFTED": way.shifted, "IN_TURN": way.in_turn, "LOOPS": way.loops,
+            "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
@@ -406,7 +448,7 @@ def _launches(
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
     return Launches(table, before, main, None if inside else behind, added, lines, n_blocks, m, sums, turns, dbias,
-                    plain, splits, (units - whole, 2, n, dim))
+                    plain, splits, (units - whole, 2, n, dim), way.shifted)
 
 
 def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -432,6 +474,8 @@ def _backward(
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     plain = empty_like(lse) if plan.plain else None
+    if plan.shifted:
+        launch.take_turn(lse.device)
     plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     padded = plan.blocks * plan.block_m // lse[..., 0].numel()
     dbias = None

@@ -16,6 +16,12 @@ see the fewest queries and begin at the diagonal, where nobody was before them. 
 or two blocks further down, so that they come to a block when the others have left it, and hardly ever wait. "Before"
 means behind then, in all that was said.
 
+SHIFTED, tiles that run together are at different blocks of queries, and add to each in the order in which they would
+come to it if all began together and took as long for each visit (`place_in_sum`; Qiang et al., arXiv:2601.21824). So
+hardly anybody waits, however few tiles there are. But tiles also wait for some of higher numbers, which may not have
+begun: all that run together must find room on the GPU. By the timetable each visit waits for earlier ones alone, so
+that the earliest one that is not made yet can always be made.
+
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
 before, and all who visit it go through its heads and blocks in one order: whoever is waited for is ahead of nobody at
@@ -73,6 +79,7 @@ class Plan:
     CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     ABREAST: bool  # tiles visit a block of queries of all heads that share their keys, then the next block
+    SHIFTED: bool  # in order: tiles that run together are at different blocks, and none waits for long
     IN_TURN: bool  # the consumers multiply dQ in turn, all of a visit's at once
     LOOPS: int  # over blocks of queries: 2, 3: those that need no mask have one of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
@@ -159,9 +166,57 @@ def before_first(hk, first, begin, sharing, stride):
 
 
 @gluon.jit
+def shifted_ends(begin, blocks, PLAN: gl.constexpr):
+    """SHIFTED: the (first, last) block of queries that a tile visits in a head. Without a mask it goes round, from
+    `begin` upwards and from block 0 to the one before `begin`. Under a causal mask tiles that see more than half of the
+    queries walk upwards, the others downwards."""
+    if PLAN.RIGHT:
+        last = begin + blocks - 1
+        return gl.where(begin < blocks, begin, last), gl.where(begin < blocks, last, begin)
+    else:
+        return begin, gl.where(begin == 0, blocks, begin) - 1
+
+
+@gluon.jit
+def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
+    """SHIFTED: how many tiles add to block m of queries ahead of the tile of keys n0..: those that come to it earlier
+    by the timetable.
+
+    Without a mask `each` tiles of a head run together, and begin as far from each other as there is room: ahead of the
+    one that begins at a block come none, behind it those that began before it, and so on round. Under a causal mask
+    half of the tiles, those of the first keys, begin together, each at its diagonal; whoever ends makes room for one of
+    the others, the longest first, which begins two visits later, at the last block. With r blocks of queries to one of
+    keys, n to a head, tile j visits block m at the time m - r j, or 2 n + 1 - m - r (tiles - 1 - j).
+    """
+    len_k, each = counts[6], counts[-1][2]
+    j = n0 // BLOCK_N
+    tiles = (len_k + BLOCK_N - 1) // BLOCK_N
+    if PLAN.RIGHT:
+        R: gl.constexpr = BLOCK_N // PLAN.BLOCK_M
+        n = begin + blocks
+        half = (n + 2 * R - 1) // (2 * R)  # tiles that see more than half of the queries
+        seeing = m // R + 1
+        up = gl.minimum(seeing, half)
+        down = seeing - up
+        meet = tiles - (2 * (n - m) + 1 + R) // R  # sum of the numbers of a tile of either half that come here together
+        upwards = up - 1 - j + gl.minimum(gl.maximum(meet - j - half, 0), down)
+        downwards = j - half + gl.minimum(gl.maximum(up - gl.maximum(meet - j, 0), 0), up)
+        return gl.where(begin < blocks, upwards, downwards)
+    else:
+        ahead = j // each * each  # tiles that run before this one
+        together = gl.minimum(each, tiles - ahead)
+        begun = ((m + 1) * together - 1) // blocks  # the last of them that begins at this block or before
+        behind = begun - (j - ahead)
+        return ahead + behind + gl.where(behind < 0, together, 0)
+
+
+@gluon.jit
 def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     """What `visit` makes the first visit of."""
-    if PLAN.ABREAST:
+    if PLAN.SHIFTED:
+        _, last = shifted_ends(begin, blocks, PLAN)
+        return last, hk * sharing + sharing, first + sharing * stride + last
+    elif PLAN.ABREAST:
         return begin + blocks, hk * sharing, first + begin + blocks
     elif PLAN.UP:
         last = begin + blocks - 1
@@ -174,7 +229,15 @@ def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr)
 def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     """The next block of queries that a tile visits, as `step` gives it; UP: in each head from the first to the last;
     ABREAST: of the next head, or, behind the first one, the block before of the last head."""
-    if PLAN.ABREAST:
+    if PLAN.SHIFTED:
+        begun_at, last = shifted_ends(begin, blocks, PLAN)
+        new = m == last
+        if PLAN.RIGHT:
+            after = gl.where(new, begun_at, m + gl.where(begin < blocks, 1, -1))
+        else:
+            after = gl.where(m + 1 == blocks, 0, m + 1)
+        return after, h - gl.where(new, 1, 0), block + after - m - gl.where(new, stride, 0)
+    elif PLAN.ABREAST:
         new = h == hk * sharing
         block += gl.where(new, (sharing - 1) * stride - 1, -stride)
         return m - gl.where(new, 1, 0), h + gl.where(new, sharing - 1, -1), block
@@ -216,8 +279,14 @@ def piece_of(t, counts, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_piece(t, begin, blocks, counts, PLAN: gl.constexpr):
-    """(first block of queries, number) of tile or piece t, of all those of its tile."""
+def blocks_of_piece(t, n0, begin, blocks, counts, PLAN: gl.constexpr):
+    """(first block of queries, number) of tile or piece t, of all those of its tile, whose first key is n0. SHIFTED
+    without a mask: where it begins, and all blocks."""
+    if PLAN.SHIFTED and not PLAN.RIGHT:
+        len_k, each = counts[6], counts[-1][2]
+        ahead = n0 // BLOCK_N // each * each
+        together = gl.minimum(each, (len_k + BLOCK_N - 1) // BLOCK_N - ahead)
+        begin = (n0 // BLOCK_N - ahead) * blocks // together
     if PLAN.CUT:
         _, whole, pieces = counts[-1]
         if t >= whole:
@@ -353,7 +422,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
     while t < n_tiles:
         b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
+        begin, blocks = blocks_of_piece(t, n0, begin, blocks, counts, PLAN)
         i_kv = slot(turn, PLAN.KV_STAGES)
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         if PLAN.DYNAMIC:
@@ -441,7 +510,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         if PLAN.DYNAMIC:
             release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
+        begin, blocks = blocks_of_piece(t, n0, begin, blocks, counts, PLAN)
         if PLAN.DESCENDING:
             before_begin, _first, _last, _blocks = blocks_of(n0 + BLOCK_N, len_q, len_k, left, right, PLAN)
             index = (len_k - 1) // BLOCK_N - n0 // BLOCK_N
@@ -452,7 +521,10 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
             at = Turns + (block * 2 + C)
-            if PLAN.DESCENDING:
+            if PLAN.SHIFTED:
+                index = place_in_sum(m, n0, begin, blocks, counts, PLAN)
+                first_keys = index == 0
+            elif PLAN.DESCENDING:
                 first_keys = (index == 0) | (m < before_begin)
             else:
                 first_keys = (index == 0) | (m >= before_begin + before_blocks)

@@ -230,6 +230,8 @@ def _cuts(kind, plan):
     last of which do not exist all blocks count as cut by the "right" one."""
     if plan.LOOPS == 1:
         return "any"
+    if plan.SHIFTED:  # tiles that walk upwards have none in the last loop, the others in the first
+        return ("right", "none", "right")[kind]
     return ("right", "none", "left")[kind if plan.UP else plan.LOOPS - 1 - kind]
 
 
@@ -298,6 +300,8 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     for _round in range(1 if ONE_ROUND else sharing):
         for kind in gl.static_range(LOOPS):
             visits = _visits(_cuts(kind, PLAN), span, ragged, PLAN) if LOOPS > 1 else blocks
+            if PLAN.SHIFTED and LOOPS > 1 and kind != 1:
+                visits = gl.where((begin < blocks) == (kind == 0), visits, 0)
             for j in range(visits * sharing if ONE_ROUND else visits):
                 begun = n > start if LOOPS > 1 else j > 0  # and dQ of the block before is still to be multiplied
                 before = block
@@ -506,7 +510,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
     while t < n_tiles:
         b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 4, PLAN)
         begin, whole_begin, whole_end, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        begin, blocks = blocks_of_piece(t, begin, blocks, counts, PLAN)
+        begin, blocks = blocks_of_piece(t, n0, begin, blocks, counts, PLAN)
         span = (begin, whole_begin, whole_end, blocks)
         place = (b, hk, n0, len_q, len_k, first, stride)
         i_kv = slot(turn, KV_STAGES)
