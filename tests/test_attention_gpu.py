@@ -150,42 +150,33 @@ SHARING = """
 import sys, time, torch, adatom
 
 torch.use_deterministic_algorithms(True)
-
-
-def calls(length, dim, causal, biased, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    given = [torch.randn(1, 4, length, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
-    bias = torch.randn(1, 4, length, length, device="cuda", dtype=dtype, requires_grad=True) if biased else None
-    wanted = given if bias is None else [*given, bias]
-    def call():
-        out = adatom.attention(*given, bias=bias, causal=causal)
-        return out, *torch.autograd.grad(out, wanted, out.detach())
-    return call
-
-
-made = [calls(*c) for c in ((8192, 128, False, True), (4096, 128, True, False), (4096, 64, True, False),
-                            (2048, 256, True, False), (2048, 64, False, True))]
-first = [call() for call in made]
+q, k, v, dout = (torch.randn(1, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+bias = torch.randn(1, 16, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+given = [t.requires_grad_() for t in (q, k, v, bias)]
+out = adatom.attention(q, k, v, bias=bias)
+first = torch.autograd.grad(out, given, dout, retain_graph=True)
 print("made", flush=True)
 sys.stdin.readline()
-end = time.time() + 12
+end = time.time() + 15
 while time.time() < end:
-    for call, was in zip(made, first):
-        assert all(map(torch.equal, call(), was))
+    assert all(map(torch.equal, torch.autograd.grad(out, given, dout, retain_graph=True), first))
 """
 
 
-def test_results_repeat_while_another_process_shares_the_gpu(cuda):
-    """The GPU then changes between the two in the middle of kernels."""
+def test_results_repeat_while_other_processes_share_the_gpu(cuda):
+    """It then goes from one to the other in the middle of kernels. Beside a bias, with barriers that nobody looked at,
+    hardly a gradient was without NaN then."""
+    if torch.cuda.get_device_properties(cuda).total_memory < 70e9:
+        pytest.skip("needs a GPU with 70 GB")
     pipe = subprocess.PIPE
-    both = [subprocess.Popen([sys.executable, "-c", SHARING], stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    several = [subprocess.Popen([sys.executable, "-c", SHARING], stdin=pipe, stdout=pipe, text=True) for _ in range(5)]
     try:
-        for process in both:
+        for process in several:
             assert process.stdout.readline() == "made\n"
-        for process in both:
+        for process in several:
             process.stdin.write("\n")
             process.stdin.flush()
-        assert [process.wait(120) for process in both] == [0, 0]
+        assert [process.wait(120) for process in several] == [0] * 5
     finally:
-        for process in both:
+        for process in several:
             process.kill()

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from adatom.device import pretend
+from adatom.ops.attention import limits
 from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.problem import problem
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -532,3 +534,12 @@ def test_which_problems_have_a_timetable():
         {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
     ):  # fmt: skip
         assert shift_of(**{"batch": 1, "heads": 16, "length": 4096, **options}) is None, options
+
+
+def test_a_timetable_serves_from_two_thirds_of_the_gpu_on():
+    """Without a mask; a convoy, as to head_dim 64, needs half as many tiles more than it has multiprocessors."""
+    for dim, heads, fits in ((128, 2, False), (128, 3, True), (64, 6, False), (64, 7, True)):
+        q = torch.empty(1, heads, 4096, dim, dtype=torch.bfloat16, device="meta")
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q, k=q, v=q)
+            assert (limits.hopper_bwd_ordered(problem(x, o)) is None) == fits
