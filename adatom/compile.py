@@ -344,11 +344,14 @@ def _schedule(report: Report) -> str | None:
 def _idle_barriers(ttgir: str) -> str | None:
     """Barriers that nobody looks at once they are made: Triton gives their memory to what is allocated behind them, and
     the hardware may yet write them back there, as when another process takes the GPU."""
-    for name in re.findall(r"(%[\w#]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64,", ttgir):
+    made = re.findall(r"(%[\w#]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64,", ttgir)
+    if not made and "init_barrier" in ttgir:
+        return "makes barriers in a way that is not known"
+    for name in made:
         parts = re.findall(rf"(%[\w#]+) = ttg\.memdesc_index {name}\[", ttgir)
         places = "|".join(map(re.escape, (name, *parts)))
         lines = re.findall(rf"^.*(?:{places})(?![\w#]).*$", ttgir, re.MULTILINE)
-        if not any(re.search(r"local_alloc|memdesc_index|init_barrier", line) is None for line in lines):
+        if all(re.search(r"local_alloc|memdesc_index|init_barrier", line) for line in lines):
             return f"makes barriers that nobody looks at: {name}"
     return None
 

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -168,15 +169,15 @@ def test_results_repeat_while_other_processes_share_the_gpu(cuda):
     hardly a gradient was without NaN then."""
     if torch.cuda.get_device_properties(cuda).total_memory < 70e9:
         pytest.skip("needs a GPU with 70 GB")
-    pipe = subprocess.PIPE
-    several = [subprocess.Popen([sys.executable, "-c", SHARING], stdin=pipe, stdout=pipe, text=True) for _ in range(5)]
-    try:
+    pipe, several = subprocess.PIPE, []
+    with ExitStack() as ends:  # of each: killed, if it still runs, its pipes closed and waited for
+        for _ in range(5):
+            process = subprocess.Popen([sys.executable, "-c", SHARING], stdin=pipe, stdout=pipe, text=True)
+            several.append(ends.enter_context(process))
+            ends.callback(process.kill)
         for process in several:
             assert process.stdout.readline() == "made\n"
         for process in several:
             process.stdin.write("\n")
             process.stdin.flush()
         assert [process.wait(120) for process in several] == [0] * 5
-    finally:
-        for process in several:
-            process.kill()

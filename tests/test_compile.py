@@ -161,6 +161,26 @@ def test_the_schedule_of_hopper_kernels(kernels):
             assert r["overlap"] >= 32 or r["op"] != "attention_fwd"
 
 
+@pytest.mark.parametrize("use", ["", "ttng.wait_barrier %full_2, %phase", "ttg.warp_specialize(%q_s, %full)"])
+def test_barriers_that_nobody_looks_at(use):
+    """One that is made and used no more; `%full` begins the names of two others, of which one is used."""
+    barrier = "!ttg.memdesc<2x1xi64, #shared4, #smem, mutable>"
+    ttgir = f"""
+    %full = ttg.local_alloc : () -> {barrier}
+    %full_1 = ttg.memdesc_index %full[%c0_i32] : {barrier} -> !ttg.memdesc<1xi64, #shared4, #smem, mutable>
+    ttng.init_barrier %full_1, 1 : !ttg.memdesc<1xi64, #shared4, #smem, mutable>
+    %full_2 = ttg.memdesc_index %full[%c1_i32] : {barrier} -> !ttg.memdesc<1xi64, #shared4, #smem, mutable>
+    ttng.init_barrier %full_2, 1 : !ttg.memdesc<1xi64, #shared4, #smem, mutable>
+    %full_3 = ttg.local_alloc : () -> {barrier}
+    ttg.warp_specialize(%q_s, %full_3)
+    {use}
+    """
+    assert compiling._idle_barriers("") is None
+    assert "not known" in (compiling._idle_barriers(ttgir.replace("local_alloc", "another")) or "")
+    found = compiling._idle_barriers(ttgir)
+    assert found is None if use else found == "makes barriers that nobody looks at: %full"
+
+
 def test_a_forward_without_its_blocks_in_its_name_has_a_schedule_too():
     """As hopper_shared's, whose blocks are no constexprs: only its waits are held to its products."""
     report = compiling.Report("sm_90", "attention_fwd", "", "", "", {}, tensor_cores={"HGMMA": 16}, waits=8)

@@ -123,19 +123,20 @@ def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, windo
 @pytest.mark.parametrize(("batch", "heads", "length", "causal", "up", "group"), [
     (8, 16, 4096, False, False, 4), (32, 16, 1024, False, False, 16), (1, 16, 4096, False, False, 16),
     (2, 16, 4096, False, False, 8), (2, 12, 4096, False, False, 12), (1, 4, 16384, False, False, 4),
-    (1, 13, 1000, False, False, 13), (2, 13, 16384, False, False, 2), (1, 16, 4096, True, False, 16),
-    (1, 16, 2048, True, False, 16), (8, 16, 2048, True, True, 8), (8, 16, 4096, True, True, 4),
-    (1, 8, 32768, True, True, 1), (1, 23, 4096, True, False, 23), (2, 24, 4096, True, True, 6),
+    (1, 13, 1000, False, False, 13), (2, 13, 16384, False, False, 2), (1, 20, 4096, True, False, 20),
+    (1, 16, 1024, True, False, 16), (1, 13, 2048, True, False, 13), (8, 16, 2048, True, True, 8),
+    (8, 16, 4096, True, True, 4), (1, 8, 32768, True, True, 1), (1, 23, 4096, True, False, 23),
+    (2, 24, 4096, True, True, 6),
 ])  # fmt: skip
 def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch, heads, length, causal, up, group):
-    """And the longest tiles of few heads come first there, though they are under a causal mask. With lengths of keys,
-    which have no timetable."""
+    """And the longest tiles of few heads come first there, though they are under a causal mask. All without a
+    timetable: without a mask with lengths of keys."""
     q = torch.empty(batch, heads, length, 128, dtype=torch.bfloat16, device="meta")
-    lens = None if up else torch.empty(batch, dtype=torch.int32, device="meta")
+    lens = None if causal else torch.empty(batch, dtype=torch.int32, device="meta")
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=q, v=q, causal=causal, kv_lens=lens)
         main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
-    assert main.meta["UP"] == up
+    assert main.meta["UP"] == up and not main.meta["SHIFTED"]
     assert dict(zip(main.kernel.arg_names[18:], main.scalars))["group"] == group
 
 
@@ -243,18 +244,22 @@ def test_consumers_that_multiply_dq_in_turn_meet(seed):
     assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
 
 
-@pytest.mark.parametrize("way", ["down", "up", "abreast", "shifted"])
+EDGES = [
+    (lengths, left, right, way)
+    for lengths in ((640, 640), (300, 1024), (1000, 384), (100, 128), (555, 700))
+    for left in (-1, 0, 2, 100, 300)
+    for right in (0, 2, 300)
+    for way in ("down", "up", "abreast")
+] + [((n, n), -1, 0, "shifted") for n in (128, 300, 640, 960)]
+
+
 @pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize("left", [-1, 0, 2, 100, 300])
-@pytest.mark.parametrize("right", [0, 2, 300])
-@pytest.mark.parametrize("lengths", [(640, 640), (300, 1024), (1000, 384), (100, 128), (555, 700)])
+@pytest.mark.parametrize(("lengths", "left", "right", "way"), EDGES)
 def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block_m, way):
     """A tile's visits are in two loops, under a window in three, as `walk._walk` counts them; of those that only the
     edge to the left may cut, the other cuts none."""
     len_q, len_k = lengths
     shifted = way == "shifted"
-    if shifted and (len_q != len_k or left >= 0 or right > 0):
-        return
     of = SimpleNamespace(
         LEFT=left >= 0, RIGHT=True, LENS=False, VARLEN=False, CUT=False, EVEN_N=len_k % 128 == 0, BLOCK_M=block_m,
         UP=way == "up", ABREAST=way == "abreast", SHIFTED=shifted, LOOPS=3 if left >= 0 or shifted else 2,

@@ -88,9 +88,11 @@ def test_hopper_where_it_is_faster():
         assert choose("attention_bwd", HOPPER._replace(**some), "deterministic").backend == "hopper_ordered"
     few = HOPPER._replace(batch=1, kv_heads=3)  # 96 tiles
     assert choose("attention_bwd", few).backend == "hopper"
-    assert choose("attention_bwd", few, "deterministic").backend == "hopper_ordered"
+    assert choose("attention_bwd", few, "deterministic").backend == "triton"
+    alone = few._replace(heads=3)  # with a timetable
+    assert choose("attention_bwd", alone, "deterministic").backend == "hopper_ordered"
     for convoy in ({"kv_lens": True}, {"head_dim": 64, "head_dim_v": 64}, {"least_length": 512}):
-        assert choose("attention_bwd", few._replace(**convoy), "deterministic").backend == "triton"
+        assert choose("attention_bwd", alone._replace(**convoy), "deterministic").backend == "triton"
     assert choose("attention_bwd", few._replace(causal=True), "deterministic").backend == "hopper_ordered"
     learned = HOPPER._replace(bias="full", bias_dtype=torch.bfloat16, bias_grad=True, bias_shared=True)
     assert choose("attention_bwd", learned).backend == "hopper"

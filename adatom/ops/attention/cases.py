@@ -276,8 +276,12 @@ GPU: tuple[Case, ...] = (
     *(Case(f"long {h} {n}", 1, h, 8, 4100, n, 128, 96, F16, causal=n > 4100) for h, n in ((16, 2301), (8, 4224))),
     *(Case(f"long {d} shared", 1, 16, 8, 4100, 4224, d, d, BF16, causal=True) for d in (64, 128)),
     Case("longer 128", 1, 2, 2, 8200, 8320, 128, 128, BF16, causal=True),
-    # so many heads that Hopper's backward in order goes upwards under a causal mask
+    # so many heads that Hopper's backward in order goes upwards under a causal mask; of 4096 by a timetable
     *(Case(f"many heads {n} causal", 3, 8, 8, n, n, 128, 128, BF16, causal=True) for n in (1024, 4096)),
+    Case("more heads 4096 causal", 5, 8, 8, 4096, 4096, 128, 128, BF16, causal=True),  # upwards, two loops
+    Case("timetable, bias, causal", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="bhqk", causal=True),
+    Case("timetable, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
+    Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
     Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),
     *(
         Case(f"many heads {n} softcap causal 64", 6, 4, 4, 333, n, 64, 64, BF16, causal=True, softcap=5.0)

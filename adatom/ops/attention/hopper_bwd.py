@@ -119,8 +119,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
     how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
     is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
-    pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: SHIFTED: tiles of
-    a head that run together.
+    pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile that
+    is cut; SHIFTED, without a mask: tiles of a head that run together.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, SHIFTED, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M,
@@ -227,7 +227,7 @@ class Launches(NamedTuple):
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
     pieces: tuple[int, ...]  # shape of the sums of pieces of tiles
-    shifted: bool = False  # programs wait for some that have not begun
+    shifted: bool = False  # programs wait for some that may not have begun
 
 
 def _inside(call: Call, dim: int, config: Config) -> int:
@@ -275,7 +275,8 @@ def _way(
     shifted: bool,
 ) -> Way:  # fmt: skip
     """What was fastest (docs/hopper_backward.md). Nobody waits for the keys before but where tiles are taken by number:
-    a program must not wait for one that may not have begun. Whoever claims a piece waits for nobody that has not."""
+    a program must not wait for one that may not have begun, but by a timetable (`_shift`). Whoever claims a piece waits
+    for nobody that has not."""
     edge, window = call.right >= 0, call.left >= 0
     causal, plain, full = edge and not window, call.x.bias is None, call.meta["BIAS"] == FULL.value
     wide, long, shared = dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads

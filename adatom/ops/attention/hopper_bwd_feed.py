@@ -19,8 +19,8 @@ means behind then, in all that was said.
 SHIFTED, tiles that run together are at different blocks of queries, and add to each in the order in which they would
 come to it if all began together and took as long for each visit (`place_in_sum`; Qiang et al., arXiv:2601.21824). So
 hardly anybody waits, however few tiles there are. But tiles also wait for some of higher numbers, which may not have
-begun: all that run together must find room on the GPU. By the timetable each visit waits for earlier ones alone, so
-that the earliest one that is not made yet can always be made.
+begun: all that run together must find room on the GPU. By the timetable each visit waits for earlier ones alone, or, of
+those at one time, for those of higher numbers: the first that is not made yet can always be made.
 
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
@@ -198,7 +198,7 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
         seeing = m // R + 1
         up = gl.minimum(seeing, half)
         down = seeing - up
-        meet = tiles - (2 * (n - m) + 1 + R) // R  # sum of the numbers of a tile of either half that come here together
+        meet = tiles - (2 * (n - m) + 1 + R) // R  # if the numbers of two add up to less, who walks downwards is first
         upwards = up - 1 - j + gl.minimum(gl.maximum(meet - j - half, 0), down)
         downwards = j - half + gl.minimum(gl.maximum(up - gl.maximum(meet - j, 0), 0), up)
         return gl.where(begin < blocks, upwards, downwards)
@@ -492,7 +492,8 @@ def claim_turn(turn):
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
-    the others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before."""
+    the others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before, SHIFTED:
+    for that of who comes before by the timetable."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
