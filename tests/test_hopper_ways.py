@@ -496,7 +496,7 @@ def test_a_timetable_has_each_visit_once_and_nobody_waits_for_ever(shape, parts)
 
 
 def shift_of(batch, heads, length, causal=False, bias=False, kv_heads=None, dim=128, **options):
-    """(tiles of a head together, heads together) of an ordered backward on an H100, or None; and what it launches."""
+    """(tiles of a head together, heads together) of an ordered backward on an H100 by a timetable, else None."""
     q, k = (torch.empty(batch, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads or heads))
     with pretend(H100):
         full = torch.empty(batch, heads, length, length, dtype=q.dtype, device="meta") if bias else None
