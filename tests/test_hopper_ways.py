@@ -42,7 +42,7 @@ def test_what_is_left_of_the_last_round_is_cut_into_pieces(heads, group, n_block
     )
     rest = heads * n_blocks % programs
     pieces, whole = cut.pieces_of(rest, blocks, sharing, programs), heads * n_blocks - rest
-    counts = (None, (whole + rest * pieces, whole, pieces))
+    counts = (None, (whole + rest * pieces, whole, pieces, 0))
     seen = defaultdict(list)
     for t in range(whole + rest * pieces):
         tile, _ = piece_of(t, counts, plan)
@@ -196,7 +196,7 @@ def test_sums_by_descending_keys(shape):
     that see it."""
     len_q, len_k, left, right, _, block_m = shape
     n_n, heads = math.ceil(len_k / 128), 3
-    plan = SimpleNamespace(DESCENDING=True, VARLEN=False, CUT=False, LENS=False, BLOCK_M=block_m)
+    plan = SimpleNamespace(DESCENDING=True, SHIFTED=False, VARLEN=False, CUT=False, LENS=False, BLOCK_M=block_m)
     tile_of = as_python(
         feed.tile_of,
         piece_of=as_python(feed.piece_of),
@@ -265,10 +265,11 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
         UP=way == "up", ABREAST=way == "abreast", SHIFTED=shifted, LOOPS=3 if left >= 0 or shifted else 2,
     )  # fmt: skip
     blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
-    ends = as_python(feed.shifted_ends)
+    up = as_python(feed.upwards)
+    ends = as_python(feed.shifted_ends, upwards=up)
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first), shifted_ends=ends)
-    visit = as_python(feed.visit, step=as_python(feed.step), shifted_ends=ends)
-    visits = as_python(walk._visits)
+    visit = as_python(feed.visit, step=as_python(feed.step), shifted_ends=ends, upwards=up)
+    visits = as_python(walk._visits, _cuts=walk._cuts, upwards=up)
     stride, sharing = math.ceil(len_q / block_m), 3 if of.ABREAST else 1
     for n0 in range(0, len_k, 128):
         ragged = n0 + 128 > len_k
@@ -276,8 +277,7 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
         at, seen = before_visits(0, 0, begin, count, sharing, stride, of), []
         for kind in range(of.LOOPS):
             cuts = walk._cuts(kind, of)
-            there = not shifted or kind == 1 or (begin < count) == (kind == 0)
-            for _ in range(visits(cuts, span, ragged, of) * sharing if there else 0):
+            for _ in range(visits(kind, span, ragged, of) * sharing):
                 at = visit(*at, 0, begin, count, sharing, stride, of)
                 seen.append(at[0])
                 queries = range(at[0] * block_m, min((at[0] + 1) * block_m, len_q))
@@ -285,7 +285,7 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
                 assert cuts == "right" or not ragged and n0 + 127 <= first + right
                 assert cuts != "none" or left < 0 or last - left <= n0
         wanted = [m for m in range(begin, begin + count) for _ in range(sharing)]
-        assert seen == wanted[:: 1 if of.UP or shifted and begin < count else -1]
+        assert seen == wanted[:: 1 if of.UP or shifted and up(begin, count, of) else -1]
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -409,16 +409,23 @@ def test_boxes_of_packed_tensors_end_with_a_sequence(size):
 
 
 def timetable(len_q: int, len_k: int, causal: bool, block_m: int, each: int) -> list[list[tuple[int, int]]]:
-    """Of each tile of a head, the blocks of queries that it visits, in turn, and its place in their sums."""
-    of = dict.fromkeys(("LEFT", "LENS", "VARLEN", "CUT", "UP", "ABREAST"), False)
+    """Of each tile of a head, in the order in which they are taken, the blocks of queries that it visits, in turn, and
+    its place in their sums."""
+    of = dict.fromkeys(("LEFT", "LENS", "VARLEN", "CUT", "UP", "ABREAST", "DESCENDING"), False)
     of = SimpleNamespace(**of, RIGHT=causal, BLOCK_M=block_m, SHIFTED=True)
-    ends, place = as_python(feed.shifted_ends), as_python(feed.place_in_sum)
+    up, neighbours = as_python(feed.upwards), as_python(feed.neighbours)
+    ends = as_python(feed.shifted_ends, upwards=up)
+    place = as_python(feed.place_in_sum, neighbours=neighbours, upwards=up)
     before_visits = as_python(feed.before_visits, shifted_ends=ends)
-    visit = as_python(feed.visit, shifted_ends=ends)
-    blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=as_python(feed.piece_of))
-    counts = (*(None,) * 6, len_k, (0, 0, each))
+    visit = as_python(feed.visit, shifted_ends=ends, upwards=up)
+    blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=as_python(feed.piece_of), neighbours=neighbours)
+    piece_of, head_and_block = as_python(feed.piece_of), as_python(feed.head_and_block)
+    tile_at = lambda b, hk, n0, *_: n0  # noqa: E731
+    tile_of = as_python(feed.tile_of, piece_of=piece_of, head_and_block=head_and_block, tile_at=tile_at)
+    counts = (1, 1, 1, 1, 1, len_q, len_k, None, None, (0, 0, 1, each))
     stride, tiles = math.ceil(len_q / block_m), []
-    for n0 in range(0, len_k, 128):
+    for t in range(math.ceil(len_k / 128)):
+        n0 = tile_of(t, None, None, counts, of)
         begin, count = blocks_of(n0 // 128, len_q, len_k, -1, 0 if causal else -1, None, block_m)
         begin, count = blocks_of_piece(0, n0, begin, count, counts, of)
         at, seen = before_visits(0, 0, begin, count, 1, stride, of), []
@@ -481,7 +488,8 @@ def test_a_timetable_has_each_visit_once_and_nobody_waits_for_ever(shape, parts)
     each = math.ceil(math.ceil(len_k / 128) / parts)
     tiles = timetable(len_q, len_k, causal, block_m, each)
     places = defaultdict(list)
-    for j, visits in enumerate(tiles):
+    order = sorted(range(len(tiles)), key=lambda j: (j % 2 if causal and block_m == 128 else 0, j))
+    for j, visits in zip(order, tiles):
         begin, count = blocks_of(j, len_q, len_k, -1, 0 if causal else -1, None, block_m)
         assert sorted(m for m, _ in visits) == list(range(begin, begin + count))
         for m, place in visits:
@@ -502,27 +510,29 @@ def shift_of(batch, heads, length, causal=False, bias=False, kv_heads=None, dim=
         full = torch.empty(batch, heads, length, length, dtype=q.dtype, device="meta") if bias else None
         x, o, _ = inputs_of(q=q, k=k, v=k, bias=full, causal=causal, **options)
         plan = backward._launches(x, o, q, q, (q, k, k), False, bias, True)
-    at, meta = plan.main.scalars, plan.main.meta
-    assert plan.shifted == meta["SHIFTED"]
-    assert not plan.shifted or meta["ONCE"] and not (meta["UP"] or meta["ABREAST"] or meta["CUT"] or meta["CLAIM"])
-    return (at[17], at[9]) if plan.shifted else None
+    at, meta = dict(zip(plan.main.kernel.arg_names[18:], plan.main.scalars)), plan.main.meta
+    if not meta["SHIFTED"]:
+        return None
+    assert meta["ONCE"] and not (meta["UP"] or meta["ABREAST"] or meta["CUT"] or meta["CLAIM"])
+    return at["together"], at["group"]
 
 
-def test_a_timetable_fills_the_gpu():
+@pytest.mark.parametrize(("dim", "block_m", "many"), [(64, 128, 25), (128, 64, 30)])
+def test_a_timetable_fills_the_gpu(dim, block_m, many):
     """Where one is used, tiles take hardly more visits than what a GPU that is always busy would take."""
     found = 0
     for batch, heads, length, causal in itertools.product(
         (1, 2), (2, 5, 8, 12, 16, 22), (1024, 2048, 3000, 4096, 8192), (False, True)
     ):
-        shift = shift_of(batch, heads, length, causal)
+        shift = shift_of(batch, heads, length, causal, dim=dim)
         if shift is not None:
             found += 1
             each, group = shift
-            tiles = timetable(length, length, causal, 64, each)
+            tiles = timetable(length, length, causal, block_m, each)
             visits = sum(map(len, tiles)) * batch * heads
             least = max(len(tiles[0]) * math.ceil(len(tiles) * batch * heads / 132) * (not causal), visits / 132)
             assert rounds(tiles, batch * heads, group, 132) <= 1.1 * least + 4
-    assert found > 30
+    assert found > many
 
 
 def test_which_problems_have_a_timetable():
@@ -533,18 +543,24 @@ def test_which_problems_have_a_timetable():
     assert shift_of(1, 32, 4096, kv_heads=8) == (32, 1)
     assert shift_of(1, 16, 4096, bias=True) == (32, 1)
     assert shift_of(1, 16, 2048, causal=True, bias=True) == (8, 16)
+    assert shift_of(1, 16, 4096, dim=64) == shift_of(1, 8, 4096, causal=True, dim=64) == (16, 8)
+    assert shift_of(1, 3, 4096, dim=64) == (32, 1)  # all are there at once
     for options in (
-        {"batch": 8}, {"length": 3072}, {"dim": 64}, {"window": (100, 100)}, {"causal": True, "kv_heads": 4},
-        {"causal": True, "bias": True}, {"causal": True, "heads": 20}, {"causal": True, "length": 1024},
-        {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
+        {"batch": 8}, {"length": 3072}, {"dim": 64, "causal": True}, {"dim": 32}, {"window": (100, 100)},
+        {"causal": True, "kv_heads": 4}, {"causal": True, "bias": True}, {"causal": True, "heads": 20},
+        {"causal": True, "length": 1024}, {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
     ):  # fmt: skip
         assert shift_of(**{"batch": 1, "heads": 16, "length": 4096, **options}) is None, options
 
 
 def test_a_timetable_serves_from_two_thirds_of_the_gpu_on():
-    """Without a mask; a convoy, as to head_dim 64, needs half as many tiles more than it has multiprocessors."""
-    for dim, heads, fits in ((128, 2, False), (128, 3, True), (64, 6, False), (64, 7, True)):
+    """Without a mask; a convoy, as with lengths of keys, needs half as many tiles more than it has multiprocessors."""
+    lens = torch.empty(1, dtype=torch.int32, device="meta")
+    for dim, options, heads, fits in (
+        (128, {}, 2, False), (128, {}, 3, True), (64, {}, 2, False), (64, {}, 3, True),
+        (64, {"kv_lens": lens}, 6, False), (64, {"kv_lens": lens}, 7, True),
+    ):  # fmt: skip
         q = torch.empty(1, heads, 4096, dim, dtype=torch.bfloat16, device="meta")
         with pretend(H100):
-            x, o, _ = inputs_of(q=q, k=q, v=q)
+            x, o, _ = inputs_of(q=q, k=q, v=q, **options)
             assert (limits.hopper_bwd_ordered(problem(x, o)) is None) == fits

@@ -282,6 +282,9 @@ GPU: tuple[Case, ...] = (
     Case("timetable, bias, causal", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="bhqk", causal=True),
     Case("timetable, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
     Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
+    Case("timetable 64", 1, 8, 8, 4000, 4000, 56, 64, F16),
+    Case("timetable 64, causal", 2, 7, 7, 2300, 2300, 64, 64, BF16, causal=True),
+    Case("timetable 64, bias, causal", 1, 16, 16, 2000, 2000, 48, 64, F16, bias="bhqk", causal=True),
     Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),
     *(
         Case(f"many heads {n} softcap causal 64", 6, 4, 4, 333, n, 64, 64, BF16, causal=True, softcap=5.0)

@@ -27,6 +27,7 @@ from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_pieces
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
+from adatom.ops.attention.hopper_bwd_ways import CONFIGS, Work, blocks_inside, in_flight, splits_of, way_of
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import (
@@ -53,53 +54,11 @@ from adatom.tiles.hopper import (
     wait_for_previous,
 )
 
-_APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
-# to the same queries at once, which the sum of dQ takes one after the other; measured, see docs/hopper_backward.md
-_TOGETHER = 24  # heads in flight where programs wait for each other under a mask; measured, docs/hopper_backward.md
-_ABREAST = 12  # the same where tiles visit the heads that share their keys abreast; measured, as above
-_AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
-# without a mask; beside a full bias, which passes through L2, too, half as many; measured, as above
-_FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards; half of it: below
-# which more heads go together beside a full bias; measured, as above
-_BUSY = 0.93  # share of the GPU that is busy at least where tiles are shifted; measured, as above
-_LONG = 4096  # queries from which on some ways are faster; measured
-_CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims; measured
-_INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
-_L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 
-
-class Config(NamedTuple):
-    """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and
-    of dO; registers of a consumer's thread; resident: K and V stay in registers; late: dQ of a block is multiplied in
-    the next one, so that consumers need not wait for each other; tiles: "one" a program, or as many programs as
-    multiprocessors, which take tiles in turn ("static") or when they are free ("dynamic"); spill: bytes of registers it
-    may spill (options cost registers)."""
-
-    block_m: int
-    parts: int
-    stages: int
-    registers: int
-    resident: bool
-    late: bool
-    tiles: str
-    spill: int = 512
-
-
-# (head_dim in memory, whether the work of programs is unequal) -> tile
-CONFIGS: dict[tuple[int, bool], Config] = {
-    (32, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
-    (32, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
-    (64, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),  # Triton 3.9's; 3.6: 412
-    (64, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),
-    (128, False): Config(64, 1, 2, 240, resident=False, late=False, tiles="static", spill=800),
-    (128, True): Config(64, 1, 2, 240, resident=False, late=False, tiles="one", spill=800),
-}
-
-
-@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces"])
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces", "together"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr, DVPtr, Order, Lens, Taken, Turns,
                 stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h, heads, kv_heads, n_heads, group, splits,
-                len_q, len_k, left, right, n_tiles, whole, pieces, scale, softcap, D: gl.constexpr,
+                len_q, len_k, left, right, n_tiles, whole, pieces, together, scale, softcap, D: gl.constexpr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
                 RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
@@ -120,7 +79,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
     is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
     pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile that
-    is cut; SHIFTED, without a mask: tiles of a head that run together.
+    is cut. together: SHIFTED, tiles of a head that run together.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, SHIFTED, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M,
@@ -168,7 +127,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
             bias_empty)
     wait_for_previous(EARLY)
     let_next(EARLY)
-    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces))
+    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces, together))
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
     if ADDER:
@@ -227,23 +186,6 @@ class Launches(NamedTuple):
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
     pieces: tuple[int, ...]  # shape of the sums of pieces of tiles
-    shifted: bool = False  # programs wait for some that may not have begun
-
-
-def _inside(call: Call, dim: int, config: Config) -> int:
-    """Blocks of queries of a head, if a program can have all of it and sum its dQ in shared memory, else 0."""
-    n_m = blocks_of_head(call, config.block_m)
-    return n_m if dim == 32 and n_m <= _INSIDE and not call.varlen and call.heads == call.kv_heads else 0
-
-
-def _splits(call: Call, dim: int) -> int:
-    """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few, as measured (docs/hopper_backward.md). Not
-    where keys are many more than queries: all parts of dK take no more memory than twice q."""
-    if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
-        return 1
-    sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
-    return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
 
 
 def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
@@ -255,122 +197,6 @@ def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
     return empty((grad.shape[0], grad.shape[1] * splits, *grad.shape[2:]), grad, dtype)
 
 
-class Way(NamedTuple):
-    """How programs come to their tiles (`Config.tiles`), and fields of the Plan."""
-
-    tiles: str
-    first: bool = False
-    claim: bool = False
-    up: bool = False
-    abreast: bool = False
-    shifted: bool = False
-    in_turn: bool = False
-    loops: int = 1
-    cut: bool = False
-    look: bool = False  # blocks of queries that no keys visit have no piece that is stored
-
-
-def _way(
-    call: Call, dim: int, tiles: str, ordered: bool, inside: bool, lens: bool, sums: bool, softcap: bool, few: bool,
-    shifted: bool,
-) -> Way:  # fmt: skip
-    """What was fastest (docs/hopper_backward.md). Nobody waits for the keys before but where tiles are taken by number:
-    a program must not wait for one that may not have begun, but by a timetable (`_shift`). Whoever claims a piece waits
-    for nobody that has not."""
-    edge, window = call.right >= 0, call.left >= 0
-    causal, plain, full = edge and not window, call.x.bias is None, call.meta["BIAS"] == FULL.value
-    wide, long, shared = dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads
-    first = not inside
-    look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
-    loops = 1
-    if plain and first:
-        if softcap and (edge and window or dim == 64):
-            loops = 1  # three would spill, and two under Triton 3.9
-        elif edge and window:
-            loops = 3
-        elif causal and (not wide or long or not call.even(call.len_k, BLOCK_N.value)):
-            loops = 2
-    if shifted:
-        return Way("one", first, shifted=True, loops=3 if loops > 1 else 1)
-    if ordered:
-        abreast = causal and wide and shared and not sums
-        longest_first = causal and not shared and (full or few and call.batch * call.heads < _TOGETHER)
-        descend = first and not (look or abreast or longest_first)
-        up = descend and (causal and dim > 32 or edge and window and wide)
-        return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
-    if tiles == "static" and plain and long:
-        return Way(tiles, in_turn=True, cut=True)
-    if tiles == "static":
-        first = first and (plain or full)
-    up = first and causal and dim > 32 and (wide or not look) and (long or wide and not shared)
-    if up and plain and wide and not look and not shared and call.len_q >= _CLEARED:
-        return Way(tiles, up=True, loops=loops)
-    claim = up or look or first and tiles != "dynamic"
-    return Way(tiles, first, claim, up, loops=loops, look=look)
-
-
-def _shift(call: Call, dim: int, n_tiles: int) -> tuple[int, int] | None:
-    """Whether tiles in order go by a timetable (`feed.place_in_sum`), where all that run together must be on the GPU:
-    (tiles of a head that do, heads that do), or None. Where that was faster: where few tiles fill the GPU evenly.
-
-    Without a mask a head's tiles run together, and heads behind each other; where these do not fill the GPU, a part of
-    each of several heads, which lie in L2. Under a causal mask half of the tiles of several heads do.
-    """
-    sms, n_heads = call.device.sms, call.batch * call.kv_heads
-    if dim <= 64 or call.varlen or call.x.kv_lens is not None or call.left >= 0 or not 0 < n_tiles < _FEW * sms:
-        return None
-    tiles = n_tiles // n_heads
-    if call.right >= 0:
-        half = -(-tiles // 2)
-        square = call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
-        if not square or not half <= sms < n_tiles or call.meta["BIAS"] == FULL.value and call.len_q >= _LONG:
-            return None
-        groups = -(-n_heads // (sms // half))
-        return (half, -(-n_heads // groups)) if n_heads * half >= _BUSY * groups * sms else None
-    for parts in range(-(-tiles // sms), 5):
-        each = -(-tiles // parts)
-        groups = -(-n_heads // (sms // each))
-        together = 1 if parts == 1 else -(-n_heads // groups)
-        rounds, read = groups * parts, together * call.heads // call.kv_heads * call.len_q * dim * 8
-        busy = rounds == -(-n_tiles // sms) or n_tiles >= _BUSY * rounds * sms
-        if busy and (parts == 1 or read <= 1.5 * _L2_BYTES):
-            return each, together
-    return None
-
-
-def _equal(heads: int, sizes: range) -> int:
-    """The first of `sizes` of groups that divides `heads`, or, if none does, the first: of heads that are left over in
-    a last group, all programs wait for the first keys."""
-    return next((size for size in sizes if heads % size == 0), sizes[0])
-
-
-def _in_flight(
-    call: Call, dim: int, m: int, way: Way, ordered: bool, inside: bool, full: bool, n_heads: int, n_tiles: int
-) -> tuple[int, int, int]:  # fmt: skip
-    """Which heads of keys go together, before the next ones: of packed sequences, those of so many rows of queries, and
-    at least so many; else so many of all n_heads. Measured, see docs/hopper_backward.md."""
-    sharing, sms, right = call.heads // max(call.kv_heads, 1), call.device.sms, call.right >= 0
-    together = _L2_BYTES // (sharing * dim * 8)  # rows whose queries, dO and sum of dQ lie in L2
-    least = _APART if way.up and not ordered else 1
-    if right and not call.varlen and n_tiles < 3 * sms:  # so few that the longest of all heads must come first
-        least = n_heads
-    crowd = ordered and not way.up
-    if crowd:  # so many heads that those who wait for each other do not fill the GPU
-        together = max(together, 3 * sms * m // sharing)
-        least = max(least, (_ABREAST if way.abreast else _TOGETHER) // sharing, 1) if right else 1
-    group = max(1, min(n_heads, max(together // call.len_q, least)))
-    if inside:
-        return together, least, 1
-    if way.abreast:
-        return together, _equal(call.kv_heads, range(least, 2 * least)), _equal(n_heads, range(group, 2 * group))
-    if crowd and not (call.varlen or right or call.left >= 0 or full and n_tiles >= _FEW // 2 * sms):
-        more = (_AT_ONCE // 2 if full else _AT_ONCE) * sms // max(n_tiles, 1)
-        group = min(max(group, more), n_heads)
-    if not call.varlen and (way.cut or right != crowd):
-        group = _equal(n_heads, range(group, group // 2, -1))
-    return together, least, group
-
-
 def _launches(
     x: Inputs, o: Options, out: torch.Tensor, dout: torch.Tensor, grads: tuple[torch.Tensor, ...], dlse: bool,
     wanted: bool, ordered: bool,
@@ -380,18 +206,18 @@ def _launches(
     left, right, lens = call.left >= 0, call.right >= 0, x.kv_lens is not None
     config = CONFIGS[dim, left or right or lens or call.varlen]
     assert dim < 128 or (config.parts, config.late) == (1, False)  # Plan.DENSE waits for products in that order
-    inside = _inside(call, dim, config)
-    splits = _splits(call, dim)
+    inside = blocks_inside(call, dim, config.block_m)
+    splits = splits_of(call, dim)
     call.kv_heads *= splits  # from here on each part is a head
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
-    ordered = ordered and not inside
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
+    n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
-    sharing, full = call.heads // max(call.kv_heads, 1), kind == FULL.value
-    few = n_tiles < _FEW * call.device.sms
-    shift = _shift(call, dim, n_tiles) if ordered and not dbias.sums else None
-    way = _way(call, dim, config.tiles, ordered, inside > 0, lens, dbias.sums, o.softcap > 0, few, shift is not None)
+    ordered = ordered and not inside
+    work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, dbias.sums, n_heads, n_tiles)
+    way = way_of(work)
+    rows, least, group = in_flight(work, way)
     turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
@@ -399,17 +225,15 @@ def _launches(
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
     before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=not (inside or way.first),
                           TURNS=turns, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
-    n_heads = call.batch if call.varlen else call.batch * call.kv_heads
-    rest = n_tiles % call.device.sms  # of the last round, of programs that take tiles in turn
-    pieces, whole = pieces_of(rest, n_m, sharing, call.device.sms) if way.cut else 1, n_tiles - rest
+    sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms
+    rest = n_tiles % sms  # of the last round, of programs that take tiles in turn
+    pieces, whole = pieces_of(rest, n_m, sharing, sms) if way.cut else 1, n_tiles - rest
     units = whole + rest * pieces
-    together, least, group = _in_flight(call, dim, m, way, ordered, inside > 0, full, n_heads, n_tiles)
-    each, group = shift or (pieces, group)
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
-        call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, each,
-        call.scale, o.softcap,
+        call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, pieces,
+        way.timetable[0] if way.timetable else 0, call.scale, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
     piece = 64 if way.in_turn else min(dim, 64) // 2, 128
@@ -418,20 +242,20 @@ def _launches(
         "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else piece,
     }  # fmt: skip
     stages = 1
-    if full:
+    if work.full:
         blocks["Bias"] = (m // config.parts, n // 2)
         stages = 1 if x.bias.element_size() > 2 else 2  # type: ignore[union-attr]
     if dbias.tiles:
         blocks["DBias"] = (m, n // 2)
-    room = config.late and not full and not dbias.sums  # for keys and values of the next tile
-    programs = units if way.tiles == "one" else min(n_heads if inside else units, call.device.sms)
+    room = config.late and not work.full and not dbias.sums  # for keys and values of the next tile
+    programs = units if way.tiles == "one" else min(n_heads if inside else units, sms)
     main = Launch(
         _bwd_kernel, programs, scalars,
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ADDER": turns or way.up, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "ABREAST": way.abreast, "SHIFTED": way.shifted, "IN_TURN": way.in_turn, "LOOPS": way.loops,
+            "ABREAST": way.abreast, "SHIFTED": way.timetable is not None, "IN_TURN": way.in_turn, "LOOPS": way.loops,
             "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
@@ -441,7 +265,7 @@ def _launches(
         },
         config.spill, blocks,
     )  # fmt: skip
-    table = table_launch(call, n, together, least, True, m) if call.varlen else None
+    table = table_launch(call, n, rows, least, True, m) if call.varlen else None
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
     sums = 0 if inside else n_blocks * m * dim // 128
@@ -449,7 +273,7 @@ def _launches(
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
     return Launches(table, before, main, None if inside else behind, added, lines, n_blocks, m, sums, turns, dbias,
-                    plain, splits, (units - whole, 2, n, dim), way.shifted)
+                    plain, splits, (units - whole, 2, n, dim))
 
 
 def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -475,8 +299,6 @@ def _backward(
         order = torch.empty(plan.lines, dtype=torch.int32, device=lse.device)
         plan.table(order, x.cu_seqlens_q, x.cu_seqlens_k)
     plain = empty_like(lse) if plan.plain else None
-    if plan.shifted:
-        launch.take_turn(lse.device)
     plan.before(out, dout, lse, dlse, rows, delta, total, taken, turns, plain, x.cu_seqlens_q, bias)
     padded = plan.blocks * plan.block_m // lse[..., 0].numel()
     dbias = None
@@ -488,6 +310,8 @@ def _backward(
     described = (dk, dv) if wide else parts
     tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
     pieces = empty(plan.pieces, lse) if plan.added else None
+    if plan.main.meta["SHIFTED"]:  # programs wait for some that may not have begun
+        launch.take_turn(lse.device)
     plan.main(
         *map(sequences, (x.q, x.k, x.v, dout)), rows, delta, bias, *map(sequences, described),
         dq if total is None else total, tiles, sums,

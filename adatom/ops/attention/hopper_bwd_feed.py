@@ -166,15 +166,33 @@ def before_first(hk, first, begin, sharing, stride):
 
 
 @gluon.jit
+def upwards(begin, blocks, PLAN: gl.constexpr):
+    """SHIFTED under a causal mask: whether a tile walks upwards. Half of a head's tiles do, each two visits behind the
+    next one: those that see more than half of the queries, or, if a tile is as long as a block, every other one."""
+    if PLAN.BLOCK_M == BLOCK_N:
+        return begin % 2 == 0
+    else:
+        return begin < blocks
+
+
+@gluon.jit
 def shifted_ends(begin, blocks, PLAN: gl.constexpr):
     """SHIFTED: the (first, last) block of queries that a tile visits in a head. Without a mask it goes round, from
-    `begin` upwards and from block 0 to the one before `begin`. Under a causal mask tiles that see more than half of the
-    queries walk upwards, the others downwards."""
+    `begin` upwards and from block 0 to the one before `begin`."""
     if PLAN.RIGHT:
         last = begin + blocks - 1
-        return gl.where(begin < blocks, begin, last), gl.where(begin < blocks, last, begin)
+        up = upwards(begin, blocks, PLAN)
+        return gl.where(up, begin, last), gl.where(up, last, begin)
     else:
         return begin, gl.where(begin == 0, blocks, begin) - 1
+
+
+@gluon.jit
+def neighbours(n0, counts):
+    """Of the tiles of a head that run together with that of the keys n0..: (number of the first, how many)."""
+    len_k, together = counts[6], counts[-1][3]
+    first = n0 // BLOCK_N // together * together
+    return first, gl.minimum(together, (len_k + BLOCK_N - 1) // BLOCK_N - first)
 
 
 @gluon.jit
@@ -182,29 +200,30 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
     """SHIFTED: how many tiles add to block m of queries ahead of the tile of keys n0..: those that come to it earlier
     by the timetable.
 
-    Without a mask `each` tiles of a head run together, and begin as far from each other as there is room: ahead of the
-    one that begins at a block come none, behind it those that began before it, and so on round. Under a causal mask
-    half of the tiles, those of the first keys, begin together, each at its diagonal; whoever ends makes room for one of
-    the others, the longest first, which begins two visits later, at the last block. With r blocks of queries to one of
-    keys, n to a head, tile j visits block m at the time m - r j, or 2 n + 1 - m - r (tiles - 1 - j).
+    Without a mask tiles of a head run together (`neighbours`), and begin as far from each other as there is room: ahead
+    of the one that begins at a block come none, behind it those that began before it, and so on round. Under a causal
+    mask those that walk upwards begin together, each at its diagonal; whoever ends makes room for one of the others,
+    the longest first, which begins two visits later, at the last block. So block m is visited at the time m - 2 i by
+    number i of those that walk upwards, and by number i of the others at c - m + 2 i, c as follows from their numbers.
     """
-    len_k, each = counts[6], counts[-1][2]
     j = n0 // BLOCK_N
-    tiles = (len_k + BLOCK_N - 1) // BLOCK_N
     if PLAN.RIGHT:
         R: gl.constexpr = BLOCK_N // PLAN.BLOCK_M
         n = begin + blocks
-        half = (n + 2 * R - 1) // (2 * R)  # tiles that see more than half of the queries
+        half = (n + 2 * R - 1) // (2 * R)
         seeing = m // R + 1
-        up = gl.minimum(seeing, half)
+        if R == 1:
+            up, i = (seeing + 1) // 2, j // 2
+        else:
+            up, i = gl.minimum(seeing, half), gl.where(j < half, j, j - half)
         down = seeing - up
-        meet = tiles - (2 * (n - m) + 1 + R) // R  # if the numbers of two add up to less, who walks downwards is first
-        upwards = up - 1 - j + gl.minimum(gl.maximum(meet - j - half, 0), down)
-        downwards = j - half + gl.minimum(gl.maximum(up - gl.maximum(meet - j, 0), 0), up)
-        return gl.where(begin < blocks, upwards, downwards)
+        meet = m - 1 - (n - (n + R - 1) // R) - half  # if numbers of two add up to less, who walks downwards is first
+        crossed = gl.maximum(meet - i, 0)
+        if_up = up - 1 - i + gl.minimum(crossed, down)
+        if_down = i + up - gl.minimum(crossed, up)
+        return gl.where(upwards(begin, blocks, PLAN), if_up, if_down)
     else:
-        ahead = j // each * each  # tiles that run before this one
-        together = gl.minimum(each, tiles - ahead)
+        ahead, together = neighbours(n0, counts)
         begun = ((m + 1) * together - 1) // blocks  # the last of them that begins at this block or before
         behind = begun - (j - ahead)
         return ahead + behind + gl.where(behind < 0, together, 0)
@@ -233,7 +252,7 @@ def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
         begun_at, last = shifted_ends(begin, blocks, PLAN)
         new = m == last
         if PLAN.RIGHT:
-            after = gl.where(new, begun_at, m + gl.where(begin < blocks, 1, -1))
+            after = gl.where(new, begun_at, m + gl.where(upwards(begin, blocks, PLAN), 1, -1))
         else:
             after = gl.where(m + 1 == blocks, 0, m + 1)
         return after, h - gl.where(new, 1, 0), block + after - m - gl.where(new, stride, 0)
@@ -271,7 +290,7 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 def piece_of(t, counts, PLAN: gl.constexpr):
     """(tile, piece of it) number t; CUT: tiles from number `whole` on have several."""
     if PLAN.CUT:
-        _, whole, pieces = counts[-1]
+        _, whole, pieces, _ = counts[-1]
         behind = gl.maximum(t - whole, 0)
         return gl.minimum(t, whole) + behind // pieces, behind % pieces
     else:
@@ -283,12 +302,10 @@ def blocks_of_piece(t, n0, begin, blocks, counts, PLAN: gl.constexpr):
     """(first block of queries, number) of tile or piece t, of all those of its tile, whose first key is n0. SHIFTED
     without a mask: where it begins, and all blocks."""
     if PLAN.SHIFTED and not PLAN.RIGHT:
-        len_k, each = counts[6], counts[-1][2]
-        ahead = n0 // BLOCK_N // each * each
-        together = gl.minimum(each, (len_k + BLOCK_N - 1) // BLOCK_N - ahead)
+        ahead, together = neighbours(n0, counts)
         begin = (n0 // BLOCK_N - ahead) * blocks // together
     if PLAN.CUT:
-        _, whole, pieces = counts[-1]
+        _, whole, pieces, _ = counts[-1]
         if t >= whole:
             each = (blocks + pieces - 1) // pieces
             _, piece = piece_of(t, counts, PLAN)
@@ -330,6 +347,9 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         bh, block = head_and_block(t, n_blocks, n_heads, group)
         if PLAN.DESCENDING:
             block = n_blocks - 1 - block
+        if PLAN.SHIFTED and PLAN.RIGHT and BLOCK_M == BLOCK_N:  # every other one, then those between
+            half = (n_blocks + 1) // 2
+            block = gl.where(block < half, 2 * block, 2 * (block - half) + 1)
         b = bh // kv_heads
         return tile_at(b, bh - b * kv_heads, block * BLOCK_N, Lens, counts, PLAN)
 
@@ -512,12 +532,12 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         begin, blocks = blocks_of_piece(t, n0, begin, blocks, counts, PLAN)
+        index = n0 // BLOCK_N
         if PLAN.DESCENDING:
             before_begin, _first, _last, _blocks = blocks_of(n0 + BLOCK_N, len_q, len_k, left, right, PLAN)
             index = (len_k - 1) // BLOCK_N - n0 // BLOCK_N
-        else:
+        elif not PLAN.SHIFTED:
             before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
-            index = n0 // BLOCK_N
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)

@@ -23,6 +23,7 @@ from adatom.ops.attention.hopper_bwd_feed import (
     tile_told,
     tiles_in_all,
     told,
+    upwards,
     visit,
 )
 from adatom.tiles.hopper import (
@@ -236,8 +237,9 @@ def _cuts(kind, plan):
 
 
 @gluon.jit
-def _visits(CUTS: gl.constexpr, span, ragged, PLAN: gl.constexpr):
-    """How many of a tile's blocks of queries are cut so."""
+def _visits(kind: gl.constexpr, span, ragged, PLAN: gl.constexpr):
+    """How many of a tile's blocks of queries loop number `kind` visits: those that `_cuts` names."""
+    CUTS: gl.constexpr = _cuts(kind, PLAN)
     begin, whole_begin, whole_end, blocks = span
     right = gl.minimum(whole_begin - begin, blocks)
     if not PLAN.EVEN_N:  # of its keys the last do not exist
@@ -245,7 +247,9 @@ def _visits(CUTS: gl.constexpr, span, ragged, PLAN: gl.constexpr):
     left = blocks * 0
     if PLAN.LEFT:
         left = gl.minimum(gl.maximum(begin + blocks - whole_end, 0), blocks - right)
-    if CUTS == "right":
+    if PLAN.SHIFTED and kind != 1:  # upwards first, downwards last
+        return gl.where(upwards(begin, blocks, PLAN) == (kind == 0), right, 0)
+    elif CUTS == "right":
         return right
     elif CUTS == "left":
         return left
@@ -299,9 +303,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     ONE_ROUND: gl.constexpr = LOOPS == 1 or PLAN.ABREAST  # of all heads, not one for each
     for _round in range(1 if ONE_ROUND else sharing):
         for kind in gl.static_range(LOOPS):
-            visits = _visits(_cuts(kind, PLAN), span, ragged, PLAN) if LOOPS > 1 else blocks
-            if PLAN.SHIFTED and LOOPS > 1 and kind != 1:
-                visits = gl.where((begin < blocks) == (kind == 0), visits, 0)
+            visits = _visits(kind, span, ragged, PLAN) if LOOPS > 1 else blocks
             for j in range(visits * sharing if ONE_ROUND else visits):
                 begun = n > start if LOOPS > 1 else j > 0  # and dQ of the block before is still to be multiplied
                 before = block

@@ -296,7 +296,7 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
     convoy = p.kv_lens or p.varlen or p.seqlen_q > p.seqlen_k  # not upwards: some queries may see no keys
     if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64 and convoy:
         return "adds to dQ in order, in a convoy, which takes too long under windows of 256 keys and below"
-    timed = max(p.head_dim, p.head_dim_v) > 64 and p.heads == p.kv_heads and p.least_length >= 1024
+    timed = max(p.head_dim, p.head_dim_v) > 32 and p.heads == p.kv_heads and p.least_length >= 1024
     timetable = timed and not (p.kv_lens or p.varlen)
     few = _keys_of_all(p) < 128 * (3 * p.device.sms // 2)
     if few and not (p.causal or p.window or timetable or _whole_heads(p)):

@@ -1,0 +1,217 @@
+"""Which way the Hopper backward goes: how its kernel is tiled, how programs come to their tiles, and which go together.
+
+All of it was measured: docs/hopper_backward.md has the cells, and what else was tried.
+"""
+
+from typing import NamedTuple
+
+from adatom.ops.attention.hopper_bwd_ends import blocks_of_head
+from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL
+from adatom.ops.attention.triton_call import Call
+
+_APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
+# to the same queries at once, which the sum of dQ takes one after the other
+_WAITING = 24  # heads in flight where programs wait for each other under a mask
+_ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
+_AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
+# without a mask; beside a full bias, which passes through L2, too, half as many
+_FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards, or by a timetable
+_FEW_FULL = 4  # the same below which more heads go together beside a full bias
+_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
+_SPACED = 2  # visits that tiles of a head begin apart at least there, without a mask, if not all are there at once
+_LONG = 4096  # queries from which on some ways are faster
+_CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims
+_INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
+_L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
+_L2_SHIFTED = 36 * 2**20  # the same by a timetable, where parts of several heads go together
+
+
+class Config(NamedTuple):
+    """How the kernel is tiled: a block of queries, in how many `parts` it is worked on; `stages` buffers of queries and
+    of dO; registers of a consumer's thread; resident: K and V stay in registers; late: dQ of a block is multiplied in
+    the next one, so that consumers need not wait for each other; tiles: "one" a program, or as many programs as
+    multiprocessors, which take tiles in turn ("static") or when they are free ("dynamic"); spill: bytes of registers it
+    may spill (options cost registers)."""
+
+    block_m: int
+    parts: int
+    stages: int
+    registers: int
+    resident: bool
+    late: bool
+    tiles: str
+    spill: int = 512
+
+
+# (head_dim in memory, whether the work of programs is unequal) -> tile
+CONFIGS: dict[tuple[int, bool], Config] = {
+    (32, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
+    (32, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
+    (64, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),  # Triton 3.9's; 3.6: 412
+    (64, True): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic", spill=800),
+    (128, False): Config(64, 1, 2, 240, resident=False, late=False, tiles="static", spill=800),
+    (128, True): Config(64, 1, 2, 240, resident=False, late=False, tiles="one", spill=800),
+}
+
+
+class Way(NamedTuple):
+    """How programs come to their tiles (`Config.tiles`), and fields of the Plan."""
+
+    tiles: str
+    first: bool = False
+    claim: bool = False
+    up: bool = False
+    abreast: bool = False
+    timetable: tuple[int, int] | None = None  # SHIFTED: tiles of a head that run together, heads that do
+    in_turn: bool = False
+    loops: int = 1
+    cut: bool = False
+    look: bool = False  # blocks of queries that no keys visit have no piece that is stored
+
+
+class Work(NamedTuple):
+    """What a backward has to do, as far as its way depends on it."""
+
+    call: Call
+    dim: int  # head_dim in memory
+    block_m: int
+    tiles: str  # of the Config
+    ordered: bool
+    inside: bool  # programs have whole heads, and sum their dQ in shared memory
+    sums: bool  # dS is summed over queries
+    n_heads: int  # of keys; packed: sequences
+    n_tiles: int
+
+    @property
+    def full(self) -> bool:
+        """Whether there is a bias, or mask, of each query and key."""
+        return self.call.meta["BIAS"] == FULL.value
+
+    @property
+    def per_sm(self) -> float:
+        return self.n_tiles / self.call.device.sms
+
+
+def blocks_inside(call: Call, dim: int, block_m: int) -> int:
+    """Blocks of queries of a head, if a program can have all of it and sum its dQ in shared memory, else 0."""
+    n_m = blocks_of_head(call, block_m)
+    return n_m if dim == 32 and n_m <= _INSIDE and not call.varlen and call.heads == call.kv_heads else 0
+
+
+def splits_of(call: Call, dim: int) -> int:
+    """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
+    and what these read and add to lies in L2 no more: so they take few. Not where keys are many more than queries: all
+    parts of dK take no more memory than twice q."""
+    if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
+        return 1
+    sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
+    return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
+
+
+def way_of(work: Work) -> Way:
+    """What was fastest. Nobody waits for the keys before but where tiles are taken by number: a program must not wait
+    for one that may not have begun, but by a timetable. Whoever claims a piece waits for nobody that has not."""
+    call, tiles = work.call, work.tiles
+    edge, window = call.right >= 0, call.left >= 0
+    causal, plain = edge and not window, call.x.bias is None
+    wide, long, shared = work.dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads
+    lens, softcap = call.x.kv_lens is not None, call.o.softcap > 0
+    first = not work.inside
+    look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
+    loops = 1
+    if plain and first:
+        if softcap and (edge and window or work.dim == 64):
+            loops = 1  # three would spill, and two under Triton 3.9
+        elif edge and window:
+            loops = 3
+        elif causal and (not wide or long or not call.even(call.len_k, BLOCK_N.value)):
+            loops = 2
+    timetable = _timetable(work)
+    if timetable is not None:
+        return Way("one", first, timetable=timetable, loops=3 if loops > 1 else 1)
+    if work.ordered:
+        abreast = causal and wide and shared and not work.sums
+        few = work.per_sm < _FEW and call.batch * call.heads < _WAITING
+        longest_first = causal and not shared and (work.full or few)
+        descend = first and not (look or abreast or longest_first)
+        up = descend and (causal and work.dim > 32 or edge and window and wide)
+        return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
+    if tiles == "static" and plain and long:
+        return Way(tiles, in_turn=True, cut=True)
+    if tiles == "static":
+        first = first and (plain or work.full)
+    up = first and causal and work.dim > 32 and (wide or not look) and (long or wide and not shared)
+    if up and plain and wide and not look and not shared and call.len_q >= _CLEARED:
+        return Way(tiles, up=True, loops=loops)
+    claim = up or look or first and tiles != "dynamic"
+    return Way(tiles, first, claim, up, loops=loops, look=look)
+
+
+def _timetable(work: Work) -> tuple[int, int] | None:
+    """Whether tiles in order go by a timetable (`feed.place_in_sum`), where all that run together must be on the GPU:
+    (tiles of a head that do, heads that do), or None. Where that was faster: where few tiles fill the GPU evenly.
+
+    Without a mask a head's tiles run together, and heads behind each other; where these do not fill the GPU, a part of
+    each of several heads, which lie in L2. Under a causal mask half of the tiles of several heads do.
+    """
+    call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
+    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < _FEW * sms:
+        return None
+    if call.varlen or call.x.kv_lens is not None or call.left >= 0:
+        return None
+    tiles, n_m = n_tiles // n_heads, blocks_of_head(call, work.block_m)
+    if call.right >= 0:
+        half = -(-tiles // 2)
+        square = call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
+        if not square or not half <= sms < n_tiles or work.full and call.len_q >= _LONG:
+            return None
+        groups = -(-n_heads // (sms // half))
+        if dim == 64 and groups > 1:
+            return None
+        return (half, -(-n_heads // groups)) if n_heads * half >= _BUSY * groups * sms else None
+    for parts in range(-(-tiles // sms), 5):
+        each = -(-tiles // parts)
+        if n_tiles > sms and n_m + 1 < _SPACED * each:
+            continue
+        groups = -(-n_heads // (sms // each))
+        heads = 1 if parts == 1 else -(-n_heads // groups)
+        rounds, read = groups * parts, heads * call.heads // call.kv_heads * call.len_q * dim * 8
+        busy = rounds == -(-n_tiles // sms) or n_tiles >= _BUSY * rounds * sms
+        if busy and (parts == 1 or read <= _L2_SHIFTED):
+            return each, heads
+    return None
+
+
+def _equal(heads: int, sizes: range) -> int:
+    """The first of `sizes` of groups that divides `heads`, or, if none does, the first: of heads that are left over in
+    a last group, all programs wait for the first keys."""
+    return next((size for size in sizes if heads % size == 0), sizes[0])
+
+
+def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
+    """Which heads of keys go together, before the next ones: of packed sequences, those of so many rows of queries, and
+    at least so many; else so many of all n_heads."""
+    call, n_heads, n_tiles, sms = work.call, work.n_heads, work.n_tiles, work.call.device.sms
+    sharing, right = call.heads // max(call.kv_heads, 1), call.right >= 0
+    rows = _L2_BYTES // (sharing * work.dim * 8)  # whose queries, dO and sum of dQ lie in L2
+    least = _APART if way.up and not work.ordered else 1
+    if right and not call.varlen and work.per_sm < 3:  # so few that the longest of all heads must come first
+        least = n_heads
+    crowd = work.ordered and not way.up
+    if crowd:  # so many heads that those who wait for each other do not fill the GPU
+        rows = max(rows, 3 * sms * work.block_m // sharing)
+        least = max(least, (_ABREAST if way.abreast else _WAITING) // sharing, 1) if right else 1
+    group = max(1, min(n_heads, max(rows // call.len_q, least)))
+    if way.timetable is not None:
+        group = way.timetable[1]
+    elif work.inside:
+        group = 1
+    elif way.abreast:
+        least, group = _equal(call.kv_heads, range(least, 2 * least)), _equal(n_heads, range(group, 2 * group))
+    else:
+        if crowd and not (call.varlen or right or call.left >= 0 or work.full and work.per_sm >= _FEW_FULL):
+            more = (_AT_ONCE // 2 if work.full else _AT_ONCE) * sms // max(n_tiles, 1)
+            group = min(max(group, more), n_heads)
+        if not call.varlen and (way.cut or right != crowd):
+            group = _equal(n_heads, range(group, group // 2, -1))
+    return rows, least, group
