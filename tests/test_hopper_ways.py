@@ -415,10 +415,10 @@ def timetable(len_q: int, len_k: int, causal: bool, block_m: int, each: int) -> 
     of = SimpleNamespace(**of, RIGHT=causal, BLOCK_M=block_m, SHIFTED=True)
     up, neighbours = as_python(feed.upwards), as_python(feed.neighbours)
     ends = as_python(feed.shifted_ends, upwards=up)
-    place = as_python(feed.place_in_sum, neighbours=neighbours, upwards=up)
+    place = as_python(feed.place_in_sum, neighbours=neighbours, upwards=up, APART=2)
     before_visits = as_python(feed.before_visits, shifted_ends=ends)
     visit = as_python(feed.visit, shifted_ends=ends, upwards=up)
-    blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=as_python(feed.piece_of), neighbours=neighbours)
+    blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=as_python(feed.piece_of), neighbours=neighbours, APART=2)
     piece_of, head_and_block = as_python(feed.piece_of), as_python(feed.head_and_block)
     tile_at = lambda b, hk, n0, *_: n0  # noqa: E731
     tile_of = as_python(feed.tile_of, piece_of=piece_of, head_and_block=head_and_block, tile_at=tile_at)
@@ -471,7 +471,16 @@ def rounds(tiles, heads: int, group: int, programs: int, shuffled: bool = False)
 
 TABLES = [
     (len_q, len_k, causal, block_m)
-    for len_q, len_k in ((1, 1), (64, 300), (300, 64), (960, 960), (1000, 1000), (1024, 1024), (2100, 2100))
+    for len_q, len_k in (
+        (1, 1),
+        (64, 300),
+        (300, 64),
+        (960, 960),
+        (1000, 1000),
+        (1024, 1024),
+        (2100, 400),
+        (2100, 2100),
+    )
     for causal in (False, True)
     for block_m in (64, 128)
     if not causal or len_q == len_k
@@ -548,7 +557,8 @@ def test_which_problems_have_a_timetable():
     for options in (
         {"batch": 8}, {"length": 3072}, {"dim": 64, "causal": True}, {"dim": 32}, {"window": (100, 100)},
         {"causal": True, "kv_heads": 4}, {"causal": True, "bias": True}, {"causal": True, "heads": 20},
-        {"causal": True, "length": 1024}, {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
+        {"causal": True, "length": 1024}, {"dim": 64, "batch": 2, "length": 2048},
+        {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
     ):  # fmt: skip
         assert shift_of(**{"batch": 1, "heads": 16, "length": 4096, **options}) is None, options
 

@@ -56,6 +56,7 @@ NONE = gl.constexpr(0)  # what a bias depends on
 KEY = gl.constexpr(1)
 QUERY = gl.constexpr(2)
 FULL = gl.constexpr(3)
+APART = gl.constexpr(2)  # blocks of queries that tiles of a timetable begin apart, if there is room
 AHEAD = gl.constexpr(2)  # visits of a tile that one warp which adds dQ may be ahead of the other
 ROWS_READ = gl.constexpr(9)  # number of a named barrier: consumers have read the first buffer of queries and dO
 
@@ -200,11 +201,11 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
     """SHIFTED: how many tiles add to block m of queries ahead of the tile of keys n0..: those that come to it earlier
     by the timetable.
 
-    Without a mask tiles of a head run together (`neighbours`), and begin as far from each other as there is room: ahead
-    of the one that begins at a block come none, behind it those that began before it, and so on round. Under a causal
-    mask those that walk upwards begin together, each at its diagonal; whoever ends makes room for one of the others,
-    the longest first, which begins two visits later, at the last block. So block m is visited at the time m - 2 i by
-    number i of those that walk upwards, and by number i of the others at c - m + 2 i, c as follows from their numbers.
+    Without a mask tiles of a head run together (`neighbours`), and begin APART blocks from each other, or as far as
+    there is room: ahead of the one that begins at a block come none, behind it those that began before it, and so on
+    round. Under a causal mask those that walk upwards begin together, each at its diagonal; whoever ends makes room for
+    one of the others, the longest first, which begins two visits later, at the last block. So block m is visited at the
+    time m - 2 i by number i of those that walk upwards, and by number i of the others at c - m + 2 i.
     """
     j = n0 // BLOCK_N
     if PLAN.RIGHT:
@@ -224,7 +225,7 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
         return gl.where(upwards(begin, blocks, PLAN), if_up, if_down)
     else:
         ahead, together = neighbours(n0, counts)
-        begun = ((m + 1) * together - 1) // blocks  # the last of them that begins at this block or before
+        begun = gl.maximum(((m + 1) * together - 1) // blocks, gl.minimum(m // APART, together - 1))  # the last so far
         behind = begun - (j - ahead)
         return ahead + behind + gl.where(behind < 0, together, 0)
 
@@ -303,7 +304,7 @@ def blocks_of_piece(t, n0, begin, blocks, counts, PLAN: gl.constexpr):
     without a mask: where it begins, and all blocks."""
     if PLAN.SHIFTED and not PLAN.RIGHT:
         ahead, together = neighbours(n0, counts)
-        begin = (n0 // BLOCK_N - ahead) * blocks // together
+        begin = gl.minimum((n0 // BLOCK_N - ahead) * blocks // together, (n0 // BLOCK_N - ahead) * APART)
     if PLAN.CUT:
         _, whole, pieces, _ = counts[-1]
         if t >= whole:

@@ -6,7 +6,7 @@ All of it was measured: docs/hopper_backward.md has the cells, and what else was
 from typing import NamedTuple
 
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head
-from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL
+from adatom.ops.attention.hopper_bwd_feed import APART, BLOCK_N, FULL
 from adatom.ops.attention.triton_call import Call
 
 _APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
@@ -16,9 +16,10 @@ _ABREAST = 12  # the same where tiles visit the heads that share their keys abre
 _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
 # without a mask; beside a full bias, which passes through L2, too, half as many
 _FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards, or by a timetable
+_FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each begin
+# each anew, where others load the next one's keys ahead
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
-_SPACED = 2  # visits that tiles of a head begin apart at least there, without a mask, if not all are there at once
 _LONG = 4096  # queries from which on some ways are faster
 _CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
@@ -155,7 +156,8 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     each of several heads, which lie in L2. Under a causal mask half of the tiles of several heads do.
     """
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
-    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < _FEW * sms:
+    short = dim == 64 and (call.right >= 0 or call.len_q < _LONG and not work.full)
+    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < (_FEW_64 if short else _FEW) * sms:
         return None
     if call.varlen or call.x.kv_lens is not None or call.left >= 0:
         return None
@@ -166,12 +168,10 @@ def _timetable(work: Work) -> tuple[int, int] | None:
         if not square or not half <= sms < n_tiles or work.full and call.len_q >= _LONG:
             return None
         groups = -(-n_heads // (sms // half))
-        if dim == 64 and groups > 1:
-            return None
         return (half, -(-n_heads // groups)) if n_heads * half >= _BUSY * groups * sms else None
     for parts in range(-(-tiles // sms), 5):
         each = -(-tiles // parts)
-        if n_tiles > sms and n_m + 1 < _SPACED * each:
+        if n_tiles > sms and n_m + 1 < APART.value * each:  # they would wait
             continue
         groups = -(-n_heads // (sms // each))
         heads = 1 if parts == 1 else -(-n_heads // groups)
