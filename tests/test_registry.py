@@ -91,7 +91,9 @@ def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", few, "deterministic").backend == "triton"
     alone = few._replace(heads=3)  # with a timetable
     assert choose("attention_bwd", alone, "deterministic").backend == "hopper_ordered"
-    for convoy in ({"kv_lens": True}, {"head_dim": 64, "head_dim_v": 64}, {"least_length": 512}):
+    narrow = alone._replace(head_dim=64, head_dim_v=64)
+    assert choose("attention_bwd", narrow, "deterministic").backend == "hopper_ordered"
+    for convoy in ({"kv_lens": True}, {"head_dim": 32, "head_dim_v": 32}, {"least_length": 512}):
         assert choose("attention_bwd", alone._replace(**convoy), "deterministic").backend == "triton"
     assert choose("attention_bwd", few._replace(causal=True), "deterministic").backend == "hopper_ordered"
     learned = HOPPER._replace(bias="full", bias_dtype=torch.bfloat16, bias_grad=True, bias_shared=True)
