@@ -345,14 +345,18 @@ def test_parts_of_dk_and_dv_are_added(size, dtype, monkeypatch):
     made: list[torch.Tensor] = []
     large = 1e5 * torch.tensor([1.0, -1.0, 1.0, -1.0] * 3).view(-1, *[1] * (len(size) - 2))
 
+    turns: list[torch.device] = []
+
     def main(*tensors):
+        assert turns == [x.device]  # of kernels that wait for each other
         assert [t.shape[-3] for t in tensors[7:9]] == [3 if dtype == torch.float16 else 12] * 2
         made.extend(t.copy_(torch.randn(t.shape)).add_(large) for t in tensors[12:14])
 
     def nothing(*_):
         pass
 
-    main.meta = {"SHIFTED": False}
+    main.meta = {"SHIFTED": True}
+    monkeypatch.setattr(backward.launch, "take_turn", turns.append)
     plan = backward.Launches(None, nothing, main, nothing, None, 0, 1, 64, 1, False, backward.Gradient(), False, 4, ())
     monkeypatch.setattr(backward, "_launches", lambda *_: plan)
     x = torch.zeros(size, dtype=dtype)

@@ -204,8 +204,9 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
     Without a mask tiles of a head run together (`neighbours`), and begin APART blocks from each other, or as far as
     there is room: ahead of the one that begins at a block come none, behind it those that began before it, and so on
     round. Under a causal mask those that walk upwards begin together, each at its diagonal; whoever ends makes room for
-    one of the others, the longest first, which begins two visits later, at the last block. So block m is visited at the
-    time m - 2 i by number i of those that walk upwards, and by number i of the others at c - m + 2 i.
+    one of the others, the longest first, which begins two visits later (four, if the number of tiles is odd), at the
+    last block. So block m is visited at the time m - 2 i by number i of those that walk upwards, and by number i of the
+    others at c - m + 2 i.
     """
     j = n0 // BLOCK_N
     if PLAN.RIGHT:
@@ -331,7 +332,8 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     number of the first head's block 0 among all blocks of queries, blocks of a head) of tile t.
 
     Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
-    first, but for DESCENDING. Packed tiles are listed in Order.
+    first, but for DESCENDING; SHIFTED, if a tile is as long as a block, every other one, then those between. Packed
+    tiles are listed in Order.
     """
     heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, _ = counts
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M

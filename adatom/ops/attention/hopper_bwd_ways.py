@@ -9,15 +9,15 @@ from adatom.ops.attention.hopper_bwd_ends import blocks_of_head
 from adatom.ops.attention.hopper_bwd_feed import APART, BLOCK_N, FULL
 from adatom.ops.attention.triton_call import Call
 
-_APART = 4  # heads in flight at least where tiles walk upwards: those of one head that begin as others of it end come
-# to the same queries at once, which the sum of dQ takes one after the other
+_APART = 4  # heads (not blocks, as `APART`) in flight at least where tiles walk upwards: those of one head that begin
+# as others of it end come to the same queries at once, which the sum of dQ takes one after the other
 _WAITING = 24  # heads in flight where programs wait for each other under a mask
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
 _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
 # without a mask; beside a full bias, which passes through L2, too, half as many
 _FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards, or by a timetable
-_FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each begin
-# each anew, where others load the next one's keys ahead
+_FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each load
+# nothing ahead for the next one, which of more tiles costs more than waiting
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
 _LONG = 4096  # queries from which on some ways are faster
@@ -152,8 +152,9 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     """Whether tiles in order go by a timetable (`feed.place_in_sum`), where all that run together must be on the GPU:
     (tiles of a head that do, heads that do), or None. Where that was faster: where few tiles fill the GPU evenly.
 
-    Without a mask a head's tiles run together, and heads behind each other; where these do not fill the GPU, a part of
-    each of several heads, which lie in L2. Under a causal mask half of the tiles of several heads do.
+    Without a mask a head's tiles run together, and heads behind each other; where these do not fill the GPU, or have no
+    room to begin APART blocks from each other, a part of each of several heads, which lie in L2. Under a causal mask
+    half of the tiles of several heads do; as many queries as keys are a must there.
     """
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
     short = dim == 64 and (call.right >= 0 or call.len_q < _LONG and not work.full)

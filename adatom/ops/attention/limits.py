@@ -289,6 +289,14 @@ def _keys_of_all(p: Problem) -> int:
     return (1 if p.varlen else p.batch) * (max(p.kv_heads, p.heads // 4) if split else p.kv_heads) * p.seqlen_k
 
 
+def _timetable(p: Problem) -> bool:
+    """Whether few tiles without a mask have a timetable (hopper_bwd_ways.py) that was timed: if not all are there at
+    once, half of a head's must have room to begin two blocks of queries apart."""
+    dim = max(p.head_dim, p.head_dim_v)
+    room = _keys_of_all(p) <= 128 * p.device.sms or p.seqlen_q * (1 if dim <= 64 else 2) >= p.seqlen_k
+    return dim > 32 and p.heads == p.kv_heads and p.least_length >= 1024 and not (p.kv_lens or p.varlen) and room
+
+
 def hopper_bwd_ordered(p: Problem) -> str | None:
     """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd(p)) is not None:
@@ -296,10 +304,8 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
     convoy = p.kv_lens or p.varlen or p.seqlen_q > p.seqlen_k  # not upwards: some queries may see no keys
     if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64 and convoy:
         return "adds to dQ in order, in a convoy, which takes too long under windows of 256 keys and below"
-    timed = max(p.head_dim, p.head_dim_v) > 32 and p.heads == p.kv_heads and p.least_length >= 1024
-    timetable = timed and not (p.kv_lens or p.varlen)
-    few = _keys_of_all(p) < 128 * (3 * p.device.sms // 2)
-    if few and not (p.causal or p.window or timetable or _whole_heads(p)):
+    served = p.causal or p.window or _timetable(p) or _whole_heads(p)
+    if _keys_of_all(p) < 128 * (3 * p.device.sms // 2) and not served:
         return "adds to dQ in order, and without a mask has too few tiles of 128 keys for the GPU"
     return None
 

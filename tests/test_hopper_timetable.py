@@ -1,0 +1,219 @@
+"""Timetables of the Hopper backward in order: each visit has a place of its own, nobody waits for ever, the GPU is
+full; and which problems have one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adatom.device import pretend
+from adatom.ops.attention import limits
+from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.problem import problem
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_hopper import H100, as_python, blocks_of  # noqa: E402
+
+from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
+from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
+
+
+def timetable(len_q: int, len_k: int, causal: bool, block_m: int, each: int) -> list[list[tuple[int, int]]]:
+    """Of each tile of a head, in the order in which they are taken, the blocks of queries that it visits, in turn, and
+    its place in their sums."""
+    of = dict.fromkeys(("LEFT", "LENS", "VARLEN", "CUT", "UP", "ABREAST", "DESCENDING"), False)
+    of = SimpleNamespace(**of, RIGHT=causal, BLOCK_M=block_m, SHIFTED=True)
+    up, neighbours = as_python(feed.upwards), as_python(feed.neighbours)
+    ends = as_python(feed.shifted_ends, upwards=up)
+    place = as_python(feed.place_in_sum, neighbours=neighbours, upwards=up, APART=feed.APART.value)
+    before_visits = as_python(feed.before_visits, shifted_ends=ends)
+    visit = as_python(feed.visit, shifted_ends=ends, upwards=up)
+    blocks_of_piece = as_python(
+        feed.blocks_of_piece, piece_of=as_python(feed.piece_of), neighbours=neighbours, APART=feed.APART.value
+    )
+    piece_of, head_and_block = as_python(feed.piece_of), as_python(feed.head_and_block)
+    tile_at = lambda b, hk, n0, *_: n0  # noqa: E731
+    tile_of = as_python(feed.tile_of, piece_of=piece_of, head_and_block=head_and_block, tile_at=tile_at)
+    counts = (1, 1, 1, 1, 1, len_q, len_k, None, None, (0, 0, 1, each))
+    stride, tiles = math.ceil(len_q / block_m), []
+    for t in range(math.ceil(len_k / 128)):
+        n0 = tile_of(t, None, None, counts, of)
+        begin, count = blocks_of(n0 // 128, len_q, len_k, -1, 0 if causal else -1, None, block_m)
+        begin, count = blocks_of_piece(0, n0, begin, count, counts, of)
+        at, seen = before_visits(0, 0, begin, count, 1, stride, of), []
+        for _ in range(count):
+            at = m, h, block = visit(*at, 0, begin, count, 1, stride, of)
+            assert (h, block) == (0, m)
+            seen.append((m, place(m, n0, begin, count, counts, of)))
+        tiles.append(seen)
+    return tiles
+
+
+def rounds(tiles, heads: int, group: int, programs: int, shuffled: bool = False) -> int | None:
+    """How many visits one behind the other it takes programs that take tiles by number, or None if all wait for ever;
+    shuffled: programs run in any order, and what one adds the next sees at once."""
+    order = [
+        (h, iter(visits))
+        for first in range(0, heads, group)
+        for visits in tiles
+        for h in range(first, min(first + group, heads))
+    ]
+    order.reverse()
+    turns: dict[tuple[int, int], int] = defaultdict(int)
+    running: list[list] = []
+    for time in itertools.count():
+        while order and len(running) < programs:
+            h, visits = order.pop()
+            running.append([h, visits, next(visits)])
+        if not running:
+            return time
+        passed = []
+        for walker in random.sample(running, len(running)) if shuffled else running:
+            h, visits, (m, place) = walker
+            if turns[h, m] == place:
+                passed.append((h, m))
+                turns[h, m] += shuffled
+                walker[2] = next(visits, None)
+        if not passed:
+            return None
+        for at in passed:
+            turns[at] += not shuffled
+        running = [walker for walker in running if walker[2] is not None]
+
+
+TABLES = [
+    (len_q, len_k, causal, block_m)
+    for len_q, len_k in (
+        (1, 1),
+        (64, 300),
+        (300, 64),
+        (960, 960),
+        (1000, 1000),
+        (1024, 1024),
+        (2100, 400),
+        (2100, 2100),
+    )
+    for causal in (False, True)
+    for block_m in (64, 128)
+    if not causal or len_q == len_k
+]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("shape", TABLES)
+def test_a_timetable_has_each_visit_once_and_nobody_waits_for_ever(shape, parts):
+    """All tiles that see a block of queries have places of their own in its sum, and programs in which all that run
+    together find room come to an end, whatever order they run in."""
+    random.seed(0)
+    len_q, len_k, causal, block_m = shape
+    each = math.ceil(math.ceil(len_k / 128) / parts)
+    tiles = timetable(len_q, len_k, causal, block_m, each)
+    places = defaultdict(list)
+    order = sorted(range(len(tiles)), key=lambda j: (j % 2 if causal and block_m == 128 else 0, j))
+    for j, visits in zip(order, tiles):
+        begin, count = blocks_of(j, len_q, len_k, -1, 0 if causal else -1, None, block_m)
+        assert sorted(m for m, _ in visits) == list(range(begin, begin + count))
+        for m, place in visits:
+            places[m].append(place)
+    assert sorted(places) == list(range(math.ceil(len_q / block_m)))
+    assert all(sorted(found) == list(range(len(found))) for found in places.values())
+    room = math.ceil(len(tiles) / 2) if causal else each
+    for programs in (room, room + 1, 2 * room + 1, 132):
+        assert rounds(tiles, 5, min(5, programs // room), programs, shuffled=True)
+    if room > 1:  # else nobody waits for a tile of a higher number
+        assert rounds(tiles, 5, 1, room - 1) is None
+
+
+def shift_of(batch, heads, length, causal=False, bias=None, kv_heads=None, dim=128, keys=None, **options):
+    """(tiles of a head together, heads together) of an ordered backward on an H100 by a timetable, else None. bias: of
+    so many queries."""
+    keys = keys or length
+    q, k, full = (
+        torch.empty(batch, *size, dtype=torch.bfloat16, device="meta")
+        for size in ((heads, length, dim), (kv_heads or heads, keys, dim), (heads, bias or 0, keys))
+    )
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, bias=full if bias else None, causal=causal, **options)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, bool(bias), True)
+    at, meta = dict(zip(plan.main.kernel.arg_names[18:], plan.main.scalars)), plan.main.meta
+    if not meta["SHIFTED"]:
+        return None
+    assert meta["ONCE"] and not (meta["UP"] or meta["ABREAST"] or meta["CUT"] or meta["CLAIM"])
+    assert meta["LOOPS"] == (3 if causal and not bias and (dim <= 64 or length >= 4096 or length % 128) else 1)
+    return at["together"], at["group"]
+
+
+@pytest.mark.parametrize(("dim", "block_m", "many"), [(64, 128, 25), (128, 64, 30)])
+def test_a_timetable_fills_the_gpu(dim, block_m, many):
+    """Where one is used, tiles take hardly more visits than what a GPU that is always busy would take."""
+    found = 0
+    for batch, heads, length, causal in itertools.product(
+        (1, 2), (2, 5, 8, 12, 16, 22), (1024, 2048, 3000, 4096, 8192), (False, True)
+    ):
+        shift = shift_of(batch, heads, length, causal, dim=dim)
+        if shift is not None:
+            found += 1
+            each, group = shift
+            tiles = timetable(length, length, causal, block_m, each)
+            visits = sum(map(len, tiles)) * batch * heads
+            least = max(len(tiles[0]) * math.ceil(len(tiles) * batch * heads / 132) * (not causal), visits / 132)
+            assert rounds(tiles, batch * heads, group, 132) <= 1.1 * least + 4
+    assert found > many
+
+
+def test_which_problems_have_a_timetable():
+    assert shift_of(1, 8, 4096) == (32, 1)
+    assert shift_of(1, 2, 32768) == (128, 1)
+    assert shift_of(1, 5, 6400) == (25, 5)  # 50 tiles of one head leave 32 multiprocessors idle
+    assert shift_of(1, 8, 4096, causal=True) == (16, 8)
+    assert shift_of(1, 32, 4096, kv_heads=8) == (32, 1)
+    assert shift_of(1, 16, 4096, bias=4096) == (32, 1)
+    assert shift_of(1, 16, 2048, causal=True, bias=2048) == (8, 16)
+    assert shift_of(2, 16, 2048, dim=64, bias=2048) == (8, 16)
+    assert shift_of(1, 8, 4100) == (33, 1)  # the last begins at the last block, not two behind the one before
+    assert shift_of(1, 16, 1024, keys=4096) == (8, 16)
+    assert shift_of(1, 8, 8192, keys=2048) == (16, 1)
+    assert shift_of(1, 16, 4096, dim=64) == shift_of(1, 8, 4096, causal=True, dim=64) == (16, 8)
+    assert shift_of(1, 3, 4096, dim=64) == (32, 1)  # all are there at once
+    for options in (
+        {"batch": 8}, {"length": 3072}, {"dim": 64, "causal": True}, {"dim": 32}, {"window": (100, 100)},
+        {"causal": True, "kv_heads": 8}, {"causal": True, "bias": 4096}, {"causal": True, "heads": 20},
+        {"causal": True, "length": 1024}, {"causal": True, "keys": 4000}, {"window": (None, 5)}, {"bias": 1},
+        {"dim": 64, "batch": 2, "length": 2048}, {"dim": 64, "heads": 32, "kv_heads": 8},
+        {"dim": 64, "heads": 8, "keys": 16384}, {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")},
+    ):  # fmt: skip
+        assert shift_of(**{"batch": 1, "heads": 16, "length": 4096, **options}) is None, options
+
+
+def test_a_timetable_serves_from_two_thirds_of_the_gpu_on():
+    """Without a mask; a convoy, as with lengths of keys, needs half as many tiles more than it has multiprocessors."""
+    lens = torch.empty(1, dtype=torch.int32, device="meta")
+    for dim, options, heads, fits in (
+        (128, {}, 2, False), (128, {}, 3, True), (64, {}, 2, False), (64, {}, 3, True),
+        (64, {"kv_lens": lens}, 6, False), (64, {"kv_lens": lens}, 7, True),
+    ):  # fmt: skip
+        q = torch.empty(1, heads, 4096, dim, dtype=torch.bfloat16, device="meta")
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q, k=q, v=q, **options)
+            assert (limits.hopper_bwd_ordered(problem(x, o)) is None) == fits
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_tiles_without_a_mask_are_served_by_a_timetable_alone(dim):
+    """Where queries are fewer than keys, only if all are there at once or begin two apart."""
+    sizes = (1024, 2048, 4096, 8192, 16384)
+    for heads, length, keys in itertools.product(range(1, 25), sizes, sizes):
+        if 16 <= (tiles := heads * keys // 128) < 198:
+            q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (length, keys))
+            with pretend(H100):
+                x, o, _ = inputs_of(q=q, k=k, v=k)
+                served = limits.hopper_bwd_ordered(problem(x, o)) is None
+            has = shift_of(1, heads, length, keys=keys, dim=dim) is not None
+            assert served == (has and tiles >= 88), (heads, length, keys)
