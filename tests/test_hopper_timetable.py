@@ -89,7 +89,7 @@ def rounds(tiles, heads: int, group: int, programs: int, shuffled: bool = False)
 
 
 TABLES = [
-    (len_q, len_k, causal, block_m)
+    (len_q, len_k, causal, block_m, parts)
     for len_q, len_k in (
         (1, 1),
         (64, 300),
@@ -102,17 +102,16 @@ TABLES = [
     )
     for causal in (False, True)
     for block_m in (64, 128)
-    if not causal or len_q == len_k
+    for parts in (1, 2, 3)
+    if not causal or len_q == len_k and parts == 1
 ]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("shape", TABLES)
-def test_a_timetable_has_each_visit_once_and_nobody_waits_for_ever(shape, parts):
+@pytest.mark.parametrize(("len_q", "len_k", "causal", "block_m", "parts"), TABLES)
+def test_a_timetable_has_each_visit_once_and_nobody_waits_for_ever(len_q, len_k, causal, block_m, parts):
     """All tiles that see a block of queries have places of their own in its sum, and programs in which all that run
     together find room come to an end, whatever order they run in."""
     random.seed(0)
-    len_q, len_k, causal, block_m = shape
     each = math.ceil(math.ceil(len_k / 128) / parts)
     tiles = timetable(len_q, len_k, causal, block_m, each)
     places = defaultdict(list)
