@@ -140,7 +140,7 @@ def shift_of(batch, heads, length, causal=False, bias=None, kv_heads=None, dim=1
     )
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=k, bias=full if bias else None, causal=causal, **options)
-        plan = backward._launches(x, o, q, q, (q, k, k), False, bool(bias), True)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, bias == 1, True)
     at, meta = dict(zip(plan.main.kernel.arg_names[18:], plan.main.scalars)), plan.main.meta
     if not meta["SHIFTED"]:
         return None

@@ -181,7 +181,7 @@ def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN:
     """lse, [BLOCK], in log2 units: +inf, under which all probabilities are 0, for rows that see nothing or do not
     exist. EVEN: all rows of the block exist. READY: an earlier kernel wrote down what this gave it.
 
-    Under a bias of -1e9 lse and scores are rounded by more than 1: there lse is raised by as much, so that no
+    Beyond 2^23 (a bias of -1e9) lse and scores are rounded by more than 1: there lse is raised by as much, so that no
     probability exceeds 1.
     """
     lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
@@ -192,7 +192,7 @@ def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN:
         empty |= start + tl.arange(0, BLOCK) >= n
     lse = tl.where(empty, float("inf"), lse)
     if BIAS != NONE:
-        lse += tl.where(tl.abs(lse) > 1048576.0, tl.abs(lse) * (1.0 / 2097152.0), 0.0)
+        lse += tl.where(tl.abs(lse) > 8388608.0, tl.abs(lse) * (1.0 / 2097152.0), 0.0)
     return lse * LOG2E
 
 

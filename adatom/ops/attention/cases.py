@@ -279,12 +279,14 @@ GPU: tuple[Case, ...] = (
     # so many heads that Hopper's backward in order goes upwards under a causal mask; of 4096 by a timetable
     *(Case(f"many heads {n} causal", 3, 8, 8, n, n, 128, 128, BF16, causal=True) for n in (1024, 4096)),
     Case("more heads 4096 causal", 5, 8, 8, 4096, 4096, 128, 128, BF16, causal=True),  # upwards, two loops
-    Case("timetable, bias, causal", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="bhqk", causal=True),
+    Case("timetable, shared bias, causal", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="11qk", causal=True),
     Case("timetable, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
     Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
     Case("timetable 64", 1, 8, 8, 4000, 4000, 56, 64, F16),
     Case("timetable 64, causal", 2, 7, 7, 2300, 2300, 64, 64, BF16, causal=True),
-    Case("timetable 64, bias, causal", 1, 16, 16, 2000, 2000, 48, 64, F16, bias="bhqk", causal=True),
+    Case("timetable 64, shared bias, causal", 1, 16, 16, 2000, 2000, 48, 64, F16, bias="11qk", causal=True),
+    Case("stored bias, window", 2, 8, 2, 700, 904, 128, 104, F16, bias="bhqk", window=(300, 100), kv_lens=True),
+    Case("stored bias 32, causal", 2, 4, 2, 650, 776, 24, 32, BF16, bias="bhqk", causal=True),
     Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),
     *(
         Case(f"many heads {n} softcap causal 64", 6, 4, 4, 333, n, 64, 64, BF16, causal=True, softcap=5.0)

@@ -24,10 +24,10 @@ import torch
 
 from adatom.ops.attention.hopper_bwd_bias import bias_pass
 from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_pieces
-from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, ends
+from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, dq_behind, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
 from adatom.ops.attention.hopper_bwd_walk import consumer
-from adatom.ops.attention.hopper_bwd_ways import CONFIGS, Work, blocks_inside, in_flight, splits_of, way_of
+from adatom.ops.attention.hopper_bwd_ways import CONFIGS, Work, blocks_inside, from_tiles, in_flight, splits_of, way_of
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import (
@@ -66,8 +66,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
                 BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
                 LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr,
-                SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr,
-                REGISTERS: gl.constexpr):
+                DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
+                KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -83,8 +83,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, SHIFTED, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M,
-                                   PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, SUMS, WIDE, INSIDE,
-                                   KV_STAGES)
+                                   PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, DQ_BEHIND, SUMS, WIDE,
+                                   INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -175,13 +175,14 @@ class Launches(NamedTuple):
     table: launch.Launch | None  # of the tiles of packed sequences
     before: launch.Launch
     main: Launch
-    behind: launch.Launch | None  # none: dQ was summed in shared memory
+    behind: launch.Launch | None  # takes the sum of dQ or, if there is none, dS; none: it is in shared memory
     added: Launch | None  # adds up dK and dV of the tiles that are cut
     lines: int  # numbers of that table
     blocks: int  # of queries, of all heads
     block_m: int
     sums: int  # lines of 128 numbers of the sum of dQ
     turns: bool  # programs wait for each other
+    stored: bool  # dQ is multiplied from dS
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
@@ -208,14 +209,17 @@ def _launches(
     assert dim < 128 or (config.parts, config.late) == (1, False)  # Plan.DENSE waits for products in that order
     inside = blocks_inside(call, dim, config.block_m)
     splits = splits_of(call, dim)
+    dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
+    stored = dbias.tiles and not inside and from_tiles(call, dim, ordered)
+    from_stored = dq_behind(call, dim, grads[0]) if stored else None
     call.kv_heads *= splits  # from here on each part is a head
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
-    dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
-    ordered = ordered and not inside
-    work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, dbias.sums, n_heads, n_tiles)
+    summed = not (inside or stored)  # in memory
+    ordered = ordered and summed
+    work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, summed, dbias.sums, n_heads, n_tiles)
     way = way_of(work)
     rows, least, group = in_flight(work, way)
     turns = ordered or way.first
@@ -223,7 +227,7 @@ def _launches(
     n_m = blocks_of_head(call, m)
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=not (inside or way.first),
+    before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=summed and not way.first,
                           TURNS=turns, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms
     rest = n_tiles % sms  # of the last round, of programs that take tiles in turn
@@ -239,7 +243,7 @@ def _launches(
     piece = 64 if way.in_turn else min(dim, 64) // 2, 128
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
-        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (m // 2, dim) if inside else piece,
+        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": piece if summed else (m // 2, dim),
     }  # fmt: skip
     stages = 1
     if work.full:
@@ -259,8 +263,9 @@ def _launches(
             "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
-            "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "SUMS": dbias.sums, "WIDE": wide,
-            "INSIDE": inside, "KV_STAGES": 2 if inside or room and way.tiles == "dynamic" else 1,
+            "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "DQ_BEHIND": stored,
+            "SUMS": dbias.sums, "WIDE": wide, "INSIDE": inside,
+            "KV_STAGES": 2 if inside or room and way.tiles == "dynamic" else 1,
             "REGISTERS": config.registers, "num_warps": 4, "launch_pdl": True,
         },
         config.spill, blocks,
@@ -268,12 +273,12 @@ def _launches(
     table = table_launch(call, n, rows, least, True, m) if call.varlen else None
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
-    sums = 0 if inside else n_blocks * m * dim // 128
+    sums = n_blocks * m * dim // 128 if summed else 0
     added = None
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
-    return Launches(table, before, main, None if inside else behind, added, lines, n_blocks, m, sums, turns, dbias,
-                    plain, splits, (units - whole, 2, n, dim))
+    return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, turns,
+                    stored, dbias, plain, splits, (units - whole, 2, n, dim))
 
 
 def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -289,7 +294,7 @@ def _backward(
     dout = dout if suits_tma(dout) else dout.contiguous()
     plan = remembered(x, "bwd", lambda: _launches(x, o, out, dout, _grads(x), dlse is not None, wanted, ordered))
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
-    total = empty((plan.sums, 128), lse) if plan.behind else None
+    total = empty((plan.sums, 128), lse) if plan.sums else None
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
     turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if plan.turns else None
     order, bias = None, x.bias
@@ -308,7 +313,9 @@ def _backward(
     parts = dk_part, dv_part = _place(dk, plan.splits), _place(dv, plan.splits)
     wide = dk_part.dtype != dk.dtype
     described = (dk, dv) if wide else parts
-    tiles, sums = bias_tiles(x, o, plan.dbias.tiles), column_sums(x, plan.dbias.sums)
+    tiles, sums = bias_tiles(x, o, plan.dbias.tiles and not plan.stored), column_sums(x, plan.dbias.sums)
+    if plan.stored:  # all of it is written, also outside the mask
+        tiles = empty((*x.q.shape[:3], x.k.shape[2]), x.q)
     pieces = empty(plan.pieces, lse) if plan.added else None
     if plan.main.meta["SHIFTED"]:  # programs wait for some that may not have begun
         launch.take_turn(lse.device)
@@ -318,7 +325,7 @@ def _backward(
         dk_part if pieces is None else pieces, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
     if plan.behind:
-        plan.behind(total, dq, turns, x.cu_seqlens_q)
+        plan.behind(*((tiles, x.k, dq, x.kv_lens) if plan.stored else (total, dq, turns, x.cu_seqlens_q)))
     if plan.added:
         plan.added(pieces, dv, dk)
     if plan.splits > 1:

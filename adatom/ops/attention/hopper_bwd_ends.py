@@ -1,4 +1,5 @@
-"""The kernels ahead of the Hopper backward and behind it: what is summed over rows, and dQ from its float32 sum."""
+"""The kernels ahead of the Hopper backward and behind it: what is summed over rows, and dQ from its float32 sum, or
+from dS, where that is stored as the gradient of the bias."""
 
 import torch
 import triton
@@ -6,7 +7,7 @@ import triton.language as tl
 
 from adatom.ops.attention.triton_call import Call
 from adatom.tiles.launch import Launch
-from adatom.tiles.triton import after_previous, at, find_sequence, load_tile, whole
+from adatom.tiles.triton import after_previous, at, find_sequence, keys_of, load_tile, store_tile, visible, whole
 
 
 @triton.jit
@@ -98,6 +99,57 @@ def _behind_kernel(Sum, DQ, Turns, Cu, stride_b, stride_h, stride_m, heads, len_
     tl.store(ptr, x.to(DQ.dtype.element_ty), mask=(m0 + i < length) & (d < HEAD_DIM))
 
 
+@triton.jit
+def _add_seen(dq, DS, K, b, h, hk, m0, n0, offset, keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
+    """dq + dS K of the keys n0.., not all of which all queries see: of what they do not see nobody may have written dS,
+    which becomes 0, and keys beyond kv_lens may be NaN."""
+    i = m0 + tl.arange(0, BLOCK_M)[:, None]
+    j = n0 + tl.arange(0, BLOCK_N)
+    ds = DS.load([b, h, m0, n0]).reshape(BLOCK_M, BLOCK_N)
+    ds = tl.where(visible(i, j[None, :], offset, keys, left, right, LEFT, RIGHT), ds, 0.0)
+    DS.store([b, h, m0, n0], ds.reshape(1, 1, BLOCK_M, BLOCK_N))
+    k = K.load([b, hk, n0, 0]).reshape(BLOCK_N, D)
+    return tl.dot(ds, tl.where(j[:, None] < keys, k, 0.0), dq)
+
+
+@triton.jit(do_not_specialize=["heads", "sharing", "len_q", "len_k", "left", "right", "n_m"])
+def _dq_kernel(DS, K, DQ, Lens, stride_b, stride_h, stride_m, heads, sharing, len_q, len_k, left, right, n_m, scale,
+               HEAD_DIM: tl.constexpr, D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, LENS: tl.constexpr,
+               EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dQ = scale dS K of a block of queries, and zeros for the dS of keys that these do not see. DS, K: descriptors."""
+    after_previous(EARLY)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
+    bh = pid // n_m
+    m0 = (pid - bh * n_m) * BLOCK_M
+    b = bh // heads
+    h = bh - b * heads
+    hk = h // sharing
+    keys = len_k
+    if LENS:
+        keys = tl.minimum(tl.load(Lens + b), len_k)
+    offset = keys - len_q
+    CUT: tl.constexpr = LEFT or RIGHT or LENS
+    begin, whole_begin, whole_end, end = keys_of(m0, offset, keys, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+    dq = tl.zeros((BLOCK_M, D), tl.float32)
+    for n0 in range(whole_begin, whole_end if CUT else end, BLOCK_N):
+        ds = DS.load([b, h, m0, n0]).reshape(BLOCK_M, BLOCK_N)
+        dq = tl.dot(ds, K.load([b, hk, n0, 0]).reshape(BLOCK_N, D), dq)
+    if CUT:
+        zeros = tl.zeros((1, 1, BLOCK_M, BLOCK_N), DQ.dtype.element_ty)
+        for n0 in range(whole_end, end, BLOCK_N):
+            dq = _add_seen(dq, DS, K, b, h, hk, m0, n0, offset, keys, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N, D)
+        for n0 in range(tl.cdiv(end, BLOCK_N) * BLOCK_N, len_k, BLOCK_N):
+            DS.store([b, h, m0, n0], zeros)
+        if LEFT:
+            for n0 in range(begin, whole_begin, BLOCK_N):
+                dq = _add_seen(dq, DS, K, b, h, hk, m0, n0, offset, keys, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N, D)
+            for n0 in range(0, tl.minimum(begin, len_k), BLOCK_N):
+                DS.store([b, h, m0, n0], zeros)
+    X = DQ + at(b, h, 0, stride_b, stride_h, stride_m, PIECE)
+    store_tile(X, dq * scale, m0, stride_m, len_q, BLOCK_M, HEAD_DIM, D, PIECE)
+
+
 def blocks_of_head(call: Call, block_m: int) -> int:
     """Blocks of queries of one head: of one batch element, or of all packed sequences (some may be empty)."""
     return call.len_q // block_m + call.batch if call.varlen else -(-call.len_q // block_m)
@@ -126,3 +178,18 @@ def ends(
         shared | {"HEAD_DIM": call.head_dim, "LOOK": look},
     )  # fmt: skip
     return before, behind
+
+
+def dq_behind(call: Call, dim: int, dq: torch.Tensor) -> Launch:
+    """The launch that multiplies dQ from dS; `dim` columns in memory."""
+    n_m = -(-call.len_q // 128)
+    sizes = (call.heads, call.heads // max(call.kv_heads, 1), call.len_q, call.len_k, call.left, call.right, n_m)
+    return Launch(
+        _dq_kernel, n_m * call.batch * call.heads, (*call.strides(dq), *sizes, call.scale),
+        {
+            "HEAD_DIM": call.head_dim, "D": dim, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,
+            "LENS": call.x.kv_lens is not None, "EARLY": True, "PIECE": call.piece, "BLOCK_M": 128, "BLOCK_N": 128,
+            "num_warps": 8 if dim > 64 else 4, "num_stages": 3, "launch_pdl": True,
+        },
+        blocks={"DS": (128, 128), "K": (128, dim)},
+    )  # fmt: skip

@@ -94,6 +94,7 @@ class Plan:
     BIAS: int  # what it depends on
     BIAS_STAGES: int  # buffers of a full bias, each for PART queries
     TILES: bool  # the gradient of the bias is stored tile by tile
+    DQ_BEHIND: bool  # from these the kernel behind multiplies dQ: nobody sums it, and consumers need not meet
     SUMS: bool  # it is summed over queries
     WIDE: bool  # dK and dV are parts in float32, which float16 may not hold
     INSIDE: int  # a program has whole heads and sums their dQ, so many blocks of queries, in shared memory; or 0

@@ -271,7 +271,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     PARTS: gl.constexpr = PLAN.PARTS
     STAGES: gl.constexpr = PLAN.STAGES
-    LATE: gl.constexpr = PLAN.LATE
+    LATE: gl.constexpr = PLAN.LATE and not PLAN.DQ_BEHIND
     BIAS: gl.constexpr = PLAN.BIAS
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, DBias, Sums, _ = given
@@ -366,9 +366,11 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                     if PLAN.SOFTCAP:
                         ds *= slope
                     ds = ds.to(q.dtype)
-                    if LATE and part == 0:
+                    if PLAN.LATE and part == 0:
                         if not begun:  # dK and dV of the keys before have left it
                             tma.store_wait(0)
+                    if PLAN.DQ_BEHIND and part == 0:
+                        tma.store_wait(1)  # so has dS of the visit before the last
                     _keep_ds(ds, ds_s, n, part, C, PLAN)
                     ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
                     if PLAN.DENSE:  # not sooner: P and dS are then worked out together, in fewer registers
@@ -401,11 +403,13 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                     else:
                         dv = warpgroup_mma_wait(0, deps=(dv,))
                         rows_read(n, STAGES)
-                elif LATE:
+                elif LATE or PLAN.DQ_BEHIND:
                     dk = warpgroup_mma(ds16, q, dk, is_async=True)
-                    mbarrier.arrive(ds_full.index(n & 1), count=1)
+                    if LATE:
+                        mbarrier.arrive(ds_full.index(n & 1), count=1)
                     dv = warpgroup_mma_wait(1, deps=(dv,))
-                    release(do_empty, n, STAGES)
+                    if not PLAN.DENSE:
+                        release(do_empty, n, STAGES)
                 else:
                     named_sync(BOTH, 256)  # dS of all 128 keys is in shared memory
                     dq = _dq_product(ds_s, n, all_k, C, PLAN)
@@ -414,7 +418,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                     if not PLAN.DENSE:
                         release(do_empty, n, STAGES)
                     _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
-                if PLAN.TILES:  # before this buffer is written again, `_add_dq` waits for the store
+                if PLAN.TILES:  # before this buffer is written again, this loop or `_add_dq` waits for the store
                     store_tile(DBias, b, h, m * BLOCK_M, n0 + C * HALF, ds_s.index((n & 1) * 2 + C))
                 if PLAN.SUMS:
                     dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
@@ -529,6 +533,8 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
         release(kv_empty, turn, KV_STAGES)
         turn += 1
         if PLAN.LATE:  # this consumer's part of what both have read: dS of the visit before the last
+            if PLAN.DQ_BEHIND:
+                tma.store_wait(1)
             if PLAN.TILES:
                 room = ds_s.index((n & 1) * 2 + C).reinterpret(DV.dtype, [128 // D, HALF, D], as_matrix(DV.layout))
                 place_dv, place_dk = room.index(0), room.index(1)

@@ -9,7 +9,7 @@ from adatom.ops.attention.hopper_bwd_ends import blocks_of_head
 from adatom.ops.attention.hopper_bwd_feed import APART, BLOCK_N, FULL
 from adatom.ops.attention.triton_call import Call
 
-_APART = 4  # heads (not blocks, as `APART`) in flight at least where tiles walk upwards: those of one head that begin
+_UPWARDS = 4  # heads in flight at least where tiles walk upwards: those of one head that begin
 # as others of it end come to the same queries at once, which the sum of dQ takes one after the other
 _WAITING = 24  # heads in flight where programs wait for each other under a mask
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
@@ -79,6 +79,7 @@ class Work(NamedTuple):
     tiles: str  # of the Config
     ordered: bool
     inside: bool  # programs have whole heads, and sum their dQ in shared memory
+    summed: bool  # dQ is, in memory: neither there nor multiplied behind
     sums: bool  # dS is summed over queries
     n_heads: int  # of keys; packed: sequences
     n_tiles: int
@@ -99,6 +100,15 @@ def blocks_inside(call: Call, dim: int, block_m: int) -> int:
     return n_m if dim == 32 and n_m <= _INSIDE and not call.varlen and call.heads == call.kv_heads else 0
 
 
+def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
+    """Whether dQ is rather multiplied from stored tiles of dS than summed by tiles of keys: under a mask, where what is
+    not visited would have to be cleared, beyond head_dim 64, and where sums are slow, in order or over few keys."""
+    if dim > 64 or call.left >= 0 or call.right >= 0 or call.x.kv_lens is not None:
+        return True
+    few = call.programs(call.len_k, BLOCK_N.value, kv=True) < 2 * call.device.sms
+    return ordered and (dim == 64 or few) or dim == 64 and call.len_k < 2048
+
+
 def splits_of(call: Call, dim: int) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
     and what these read and add to lies in L2 no more: so they take few. Not where keys are many more than queries: all
@@ -117,7 +127,7 @@ def way_of(work: Work) -> Way:
     causal, plain = edge and not window, call.x.bias is None
     wide, long, shared = work.dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads
     lens, softcap = call.x.kv_lens is not None, call.o.softcap > 0
-    first = not work.inside
+    first = work.summed
     look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
     loops = 1
     if plain and first:
@@ -195,7 +205,7 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     call, n_heads, n_tiles, sms = work.call, work.n_heads, work.n_tiles, work.call.device.sms
     sharing, right = call.heads // max(call.kv_heads, 1), call.right >= 0
     rows = _L2_BYTES // (sharing * work.dim * 8)  # whose queries, dO and sum of dQ lie in L2
-    least = _APART if way.up and not work.ordered else 1
+    least = _UPWARDS if way.up and not work.ordered else 1
     if right and not call.varlen and work.per_sm < 3:  # so few that the longest of all heads must come first
         least = n_heads
     crowd = work.ordered and not way.up

@@ -253,12 +253,18 @@ def _whole_heads(p: Problem) -> bool:
     return max(p.head_dim, p.head_dim_v) <= 32 and p.seqlen_q <= 512 and p.heads == p.kv_heads and not p.varlen
 
 
+def _stored(p: Problem) -> bool:
+    """Whether the Gluon backward stores dS, as the gradient of a bias, and may multiply dQ from that."""
+    return p.bias == "full" and p.bias_dtype == p.dtype and p.bias_grad and not (p.bias_shared or p.softcap)
+
+
 def hopper_bwd(p: Problem) -> str | None:
     """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
     if (why := hopper_bwd_any(p)) is not None:
         return why
     dim, masked, heads, sms = max(p.head_dim, p.head_dim_v), p.causal or p.window, p.batch * p.heads, p.device.sms
-    wide = dim > 32 and p.bias == "none"
+    stored, wide = _stored(p), dim > 32 and p.bias == "none"
+    least = (128 if dim > 32 else 768) if stored else 256 if wide else 512 if dim > 64 and not masked else 1024
     if _whole_heads(p):
         if 4 * heads < 3 * sms * -(-heads // sms):
             return f"gives programs whole heads, {heads} of which do not fill a GPU of {sms} multiprocessors"
@@ -266,8 +272,8 @@ def hopper_bwd(p: Problem) -> str | None:
             return "computes tiles of 128 queries and keys, which is slow to 128 of either"
     elif p.varlen and p.least_length < (least := 256 if dim <= 64 else 128):
         return f"sums dQ in memory, which is slow for packed sequences of fewer than {least} tokens on average"
-    elif not p.varlen and p.least_length < (least := 256 if wide else 512 if dim > 64 and not masked else 1024):
-        return f"sums dQ in memory, which is slow at lengths below {least}"
+    elif not p.varlen and p.least_length < least:
+        return f"is slow, or was not timed, at lengths below {least}"
     if p.window and p.window_keys <= 64:
         return "sums dQ in memory, which is slow under windows of 64 keys and below"
     if p.bias == "key" and p.bias_grad:
@@ -277,7 +283,7 @@ def hopper_bwd(p: Problem) -> str | None:
     slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared  # or not timed
     if p.bias == "full" and p.bias_dtype == torch.float32 and slow:
         return "has room for one tile of a float32 bias, and waits for each"
-    if 128 * (2 * sms // 3 if wide else 3 * sms // 2) > _keys_of_all(p):
+    if 128 * (16 if stored else 2 * sms // 3 if wide else 3 * sms // 2) > _keys_of_all(p):
         return "has too few tiles of 128 keys for the GPU"
     return None
 
@@ -299,7 +305,7 @@ def _timetable(p: Problem) -> bool:
 
 def hopper_bwd_ordered(p: Problem) -> str | None:
     """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper.md)."""
-    if (why := hopper_bwd(p)) is not None:
+    if (why := hopper_bwd(p)) is not None or _stored(p):
         return why
     convoy = p.kv_lens or p.varlen or p.seqlen_q > p.seqlen_k  # not upwards: some queries may see no keys
     if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64 and convoy:
