@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adatom.check import finite, require, require_dense, require_operators, supplied, whole
 from adatom.ops.attention.api import attention, checked_bias
@@ -351,6 +352,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
+        if is_traceable_wrapper_subclass(self.weight):  # a quantised one, which PyTorch's operators know
+            require_operators(self.options["backend"], "for weights that are not plain tensors")
+            return VALUES[self.activation or "none"](nn.functional.linear(input, self.weight, self.bias))
         return linear(input, self.weight, self.bias, activation=self.activation, **self.options)
 
     def extra_repr(self) -> str:
@@ -361,6 +365,7 @@ def _plain(layer: nn.Module) -> bool:
     """Whether a layer is its weight and nothing else, so that who has the weight need not call it."""
     forward = type(layer).forward
     fits = forward is nn.Linear.forward or forward is Linear.forward and layer.activation in (None, "none")
+    fits = fits and not is_traceable_wrapper_subclass(layer.weight)
     hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
     return fits and "forward" not in layer.__dict__ and layer.bias is None and not hooks
 

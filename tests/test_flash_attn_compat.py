@@ -309,7 +309,7 @@ def test_a_cache_alone():
 
 def test_what_a_cache_is_not():
     q, k, v = tensors((2, 1, 2, 8), (2, 4, 2, 8), (2, 4, 2, 8))
-    new = torch.zeros(2, 2, 2, 8, dtype=torch.float64)
+    new = torch.full((2, 2, 2, 8), 7.0, dtype=torch.float64)
     cos = torch.ones(4, 2)
     for options, error, says in (
         ({"cache_leftpad": torch.zeros(2)}, NotImplementedError, "no cache_leftpad"),
@@ -329,6 +329,12 @@ def test_what_a_cache_is_not():
         ({"k": new, "v": new, "cache_seqlens": 1, "rotary_cos": cos}, ValueError, "rotary_sin of one shape"),
         ({"k": new, "v": new, "cache_seqlens": 1, "rotary_cos": torch.ones(4, 5), "rotary_sin": torch.ones(4, 5)},
          ValueError, "a rotary_dim up to head_dim"),
+        ({"k": new, "v": new, "cache_seqlens": 2, "rotary_cos": cos[:3], "rotary_sin": cos[:3]},
+         ValueError, "rotary_sin of all positions"),
+        ({"k": new, "v": new, "cache_seqlens": 1, "softcap": -1.0}, ValueError, "finite softcap"),
+        ({"k": new, "v": new, "cache_seqlens": 1, "window_size": (1.5, 0)}, TypeError, "window"),
     ):  # fmt: skip
+        before = k.clone(), v.clone()
         with pytest.raises(error, match=says):
             flash_attn_with_kvcache(q, k, v, **options)
+        assert torch.equal(k, before[0]) and torch.equal(v, before[1])

@@ -487,6 +487,11 @@ def test_weight_grad_is_refused_where_it_would_get_nothing_or_spoil_the_weight()
         adatom.linear(torch.ones(4, 8), torch.nn.Parameter(whole[:6]), weight_grad=whole[3:])
     with pytest.raises(ValueError, match="a weight_grad in memory of its own"):
         adatom.linear(whole[:6], torch.nn.Parameter(torch.ones(6, 8)), weight_grad=whole[:6])
+    with pytest.raises(ValueError, match="not in that of x, weight or bias"):
+        adatom.linear(x, w, torch.nn.Parameter(whole.flatten()[5:11]), weight_grad=whole[:6])
+    y = adatom.linear(x.clone().requires_grad_(), w, weight_grad=whole[:6])
+    with pytest.raises(NotImplementedError, match="no batch of gradients"):
+        torch.autograd.grad(y, w, torch.ones(3, *y.shape), is_grads_batched=True, allow_unused=True)
     with torch.no_grad():
         weight = torch.nn.Parameter(buffer[1])  # parameters and buffers may share a storage, each its part of it
     adatom.linear(x, weight, weight_grad=buffer[0]).sum().backward()
@@ -552,3 +557,20 @@ def test_calls_without_gradients_are_remembered(monkeypatch):
             adatom.linear(x, weight, bias, **wrong)
     with pytest.raises(TypeError, match="tensors"):
         adatom.linear(x, weight, [1.0] * 6)
+
+
+def test_the_second_derivative_of_gelu_tanh_errs_no_more_than_pytorch_s():
+    """Where the sigmoid is near 1, too, and 1 less it is small."""
+    z, one = torch.linspace(3, 6, 500)[:, None], torch.ones(1, 1)
+
+    def second(f, z):
+        z = z.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(f(z).sum(), z, create_graph=True)
+        return torch.autograd.grad(slope.sum(), z)[0].double()
+
+    def eager(z):
+        return torch.nn.functional.gelu(z, approximate="tanh")
+
+    true = second(eager, z.double())
+    ours = second(lambda z: adatom.linear(z, one, activation="gelu_tanh"), z)
+    assert (ours - true).abs().max() <= 2 * (second(eager, z) - true).abs().max()

@@ -1,6 +1,7 @@
 """Mixtures of experts of the real transformers library, tiny and random: adatom's experts, and adatom.nn.MoE."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -122,6 +123,8 @@ def test_swapped_routers_are_what_the_models_own_are(name, dtype, monkeypatch):
         want, grads = logits_and_gradients(theirs, ids)
         got, found = logits_and_gradients(copy.deepcopy(ours), ids)
         torch.testing.assert_close(got, want, rtol=1e-3, atol=2e-3)
+        again, _ = logits_and_gradients(pickle.loads(pickle.dumps(ours)), ids)
+        assert torch.equal(again, got)
         assert found.keys() == grads.keys()
         for n, g in grads.items():
             torch.testing.assert_close(found[n], g, rtol=1e-3, atol=2e-3, msg=lambda m, n=n: f"{n}: {m}")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy
 import pytest
@@ -277,6 +278,39 @@ def test_projections_may_hold_some_of_the_heads():
     close(total, whole(x))
 
 
+class Halves(torch.Tensor):
+    """A weight in 16 bits of which PyTorch's `linear` alone knows, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    def __init__(self, data):
+        self.data16 = data.detach().half()
+
+    def __tensor_flatten__(self):
+        return ["data16"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Halves(inner["data16"])
+
+    def dequantize(self):
+        return self.data16.to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return nn.functional.linear(args[0], args[1].dequantize(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        raise NotImplementedError(function)
+
+
 class Adapted(nn.Module):
     """A layer with a small one beside it, whose `weight` is the layer's."""
 
@@ -333,6 +367,20 @@ def test_plain_layers_of_a_gated_mlp_are_one_call(monkeypatch):
     nn.utils.parametrize.register_parametrization(module.gate_proj, "weight", nn.Identity())
     module(torch.randn(2, 6))
     assert calls == [3]
+
+
+@pytest.mark.parametrize("make", [modules.GatedMLP, partial(modules.Linear, activation="gelu_tanh")])
+def test_quantised_weights_go_to_operators_that_know_them(make):
+    module, x = make(6, 8), torch.randn(3, 6)
+    before = module(x)
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        layer.weight = nn.Parameter(Halves(layer.weight), requires_grad=False)
+    after = module(x)
+    assert 0 < (after - before).abs().max() < 1e-2
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.dequantize())
+    close(module(x), after)
 
 
 def test_a_gated_mlp_with_an_adapter_compiles_whole():

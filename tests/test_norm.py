@@ -345,6 +345,8 @@ def test_results_are_contiguous_whatever_x_is():
     x = torch.randn(5, 3, 8).transpose(0, 1)
     y, h = adatom.layer_norm(x, residual=x)
     assert y.is_contiguous() and h.is_contiguous()
+    (again, _), _ = torch.func.jvp(lambda x: adatom.layer_norm(x, residual=x), (x,), (x,))
+    assert again.is_contiguous() and torch.func.vmap(adatom.rms_norm)(x).is_contiguous()
     torch.testing.assert_close(y, F.layer_norm(x + x, (8,)))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from adatom.check import readable, require, supplied, whole
-from adatom.ops.attention.api import attention, attention_varlen
+from adatom.ops.attention.api import attention, attention_varlen, inputs_of
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
@@ -283,13 +283,16 @@ def flash_attn_with_kvcache(
         lens = lens + k.shape[1]
         fits = not readable(lens) or bool(((lens >= k.shape[1]) & (lens <= k_cache.shape[1])).all())
         require(fits, "room for the new keys behind cache_seqlens", cache_seqlens=cache_seqlens, **shapes)
+    arguments: dict[str, Any] = {
+        "q": q.transpose(1, 2), "k": k_cache.transpose(1, 2), "v": v_cache.transpose(1, 2), "kv_lens": lens,
+        "bias": None if alibi_slopes is None else _alibi(alibi_slopes, q, k_cache, lens), "causal": causal,
+        "window": _window(window_size), "softcap": softcap or None, "scale": softmax_scale,
+    }  # fmt: skip
+    if k is not None and v is not None:
+        inputs_of(**arguments)  # what it refuses leaves the caches as they are
         rows = torch.arange(q.shape[0], device=q.device)[:, None]
         k_cache[rows, at], v_cache[rows, at] = k, v
-    result = attention(
-        q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), kv_lens=lens, causal=causal,
-        bias=None if alibi_slopes is None else _alibi(alibi_slopes, q, k_cache, lens), window=_window(window_size),
-        softcap=softcap or None, scale=softmax_scale, return_lse=return_softmax_lse,
-    )  # fmt: skip
+    result = attention(**arguments, return_lse=return_softmax_lse)
     return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
 
 
@@ -311,6 +314,8 @@ def _rotate(
     assert cos is not None and sin is not None
     width = 2 * cos.shape[1]
     require(width <= x.shape[3], "a rotary_dim up to head_dim", rotary_cos=cos, x=x)
+    enough = not readable(at) or not at.numel() or 0 <= int(at.min()) and int(at.max()) < cos.shape[0]
+    require(enough, "rotary_cos and rotary_sin of all positions", positions=at, rotary_cos=cos)
     c, s = cos[at][:, :, None], sin[at][:, :, None]
     a, b = x[..., :width].unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(-1 if interleaved else -2)
     a, b = a * c - b * s, a * s + b * c

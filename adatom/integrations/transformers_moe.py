@@ -129,4 +129,12 @@ def _routing(kind: Any) -> Any:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         return route(self, hidden_states.reshape(-1, self.hidden_dim))
 
-    return type("Adatom" + kind.__name__, (kind,), {"forward": forward})
+    def reduce(self: Any) -> Any:
+        return _unpickled, (kind,), self.__dict__
+
+    return type("Adatom" + kind.__name__, (kind,), {"forward": forward, "__reduce__": reduce})
+
+
+def _unpickled(kind: Any) -> Any:
+    """A router of `_routing(kind)` without its state: no module has that class by a name."""
+    return object.__new__(_routing(kind))

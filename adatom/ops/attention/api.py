@@ -65,7 +65,8 @@ def attention(
         softcap: scores become softcap * tanh(scores / softcap), before the bias.
         sinks: (heads,) float: adds exp(sinks[h]) to the softmax denominator; may require grad.
         kv_lens: (batch,) int32 or int64, on the inputs' device: keys of each sequence that exist, the rest is padding;
-            causal and window align to it. Must lie in [0, seqlen_k]: checked on the CPU; on a GPU, clamped.
+            causal and window align to it. Must lie in [0, seqlen_k]: checked on the CPU; on a GPU, under vmap and in
+            compiled regions, clamped.
         scale: default 1 / sqrt(head_dim).
         precision: arithmetic of float32 matrix products on tensor cores: "tf32x3" (default: as accurate as float32),
             "tf32" (as PyTorch's TF32) or "ieee" (float32 multiply-adds). No effect on other dtypes and CPUs. The first
@@ -77,8 +78,9 @@ def attention(
             results do not vary from run to run, in every derivative. Default: the fastest that fits.
 
     Returns:
-        out (batch, heads, seqlen_q, head_dim_v) in q's dtype, in q's memory order; or (out, lse). A query with nothing
-        to attend to gives 0, lse -inf, and zero gradients.
+        out (batch, heads, seqlen_q, head_dim_v) in q's dtype, in q's memory order (if head_dim_v is not head_dim, heads
+        inside lengths or lengths inside heads, as in q); or (out, lse). A query with nothing to attend to gives 0, lse
+        -inf, and zero gradients.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message prints them.

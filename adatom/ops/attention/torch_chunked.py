@@ -308,7 +308,9 @@ def _walk(x: Inputs, o: Options) -> Iterator[tuple[_Part, list[tuple[slice, slic
     step_rows = max(MIN_ROWS, tile // (step_batch * step_heads * group * width))
     if width < seqlen_k:  # a window: more rows would bring more keys than that
         step_rows = min(step_rows, ROWS)
-    lens = x.kv_lens.tolist() if x.kv_lens is not None and x.kv_lens.device.type == "cpu" else None
+    lens = None
+    if x.kv_lens is not None and x.kv_lens.device.type == "cpu":
+        lens = x.kv_lens.clamp(0, seqlen_k).tolist()
     repeats = _repeats(x)
     spans = (slice(0, batch),) if repeats == 1 else _split(batch, repeats)  # a part has one slice of the bias, or all
     for batches in (part for span in spans for part in _split(span.stop, step_batch, span.start)):

@@ -44,10 +44,11 @@ def linear(
             what the activation was given in that product's epilogue.
         weight_grad: float32 (out, in), contiguous, on x's device, in memory of its own: the backward adds the gradient
             of weight to it, in float32, and weight.grad stays as it is (accumulation over micro-batches). Every
-            backward through the layer adds, also one that asks for other gradients only; it cannot be differentiated,
-            nor can the layer in forward mode or under torch.func. Nothing is added for a weight that requires no
-            gradient; one that was computed from others (or is a view, as FSDP1's may be) is refused, as those would get
-            none. Nobody adds up the buffers of several processes: DDP and FSDP2 see weight.grad only.
+            backward through the layer adds, also one that asks for other gradients only; it cannot be differentiated
+            or batched (is_grads_batched), nor can the layer in forward mode or under torch.func. Nothing is added for a
+            weight that requires no gradient; one that was computed from others (or is a view, as FSDP1's may be) is
+            refused, as those would get none. Nobody adds up the buffers of several processes: DDP and FSDP2 see
+            weight.grad only.
         precision: of float32 products on tensor cores, as in `attention`: "tf32x3" (default), "tf32" or "ieee". In
             forward mode products are PyTorch's, which on a GPU go by torch.backends.cuda.matmul.
         backend: one backend by name (see `adatom.explain`), with no fallback. Default: the fastest that fits.
@@ -76,9 +77,11 @@ def linear(
     require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
     if not torch.compiler.is_compiling():  # which sees no memory
         mine = _extent(weight_grad)
-        others = [_extent(t) for t in (given, x) if torch._C._overlaps(t, weight_grad)]  # of one storage
+        others = [
+            _extent(t) for t in supplied(x=x, weight=given, bias=bias).values() if torch._C._overlaps(t, weight_grad)
+        ]
         apart = all(mine.start >= r.stop or r.start >= mine.stop for r in others)
-        require(apart, "a weight_grad in memory of its own, not in that of weight or x")
+        require(apart, "a weight_grad in memory of its own, not in that of x, weight or bias")
     require(given.is_leaf, "with weight_grad, a weight that is a leaf: what it is made of would get no gradient")
     return _call(x, weight, None, bias, o, backend, recompute, weight_grad)
 

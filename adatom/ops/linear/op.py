@@ -142,6 +142,8 @@ def _gradients(ctx: Any, dout: Tensor | None, bwd: Any, bwd_into: Any) -> tuple[
     if ctx.into is not None and need_weight:
         if torch.is_grad_enabled():
             raise RuntimeError("adatom: gradients added to weight_grad cannot be differentiated again")
+        if torch._C._functorch.is_legacy_batchedtensor(dout):  # by is_grads_batched
+            raise NotImplementedError("adatom: weight_grad takes no batch of gradients (is_grads_batched)")
         dx, dbias = bwd_into(*tensors, *ctx.options, kept, dout, need_x, need_bias, ctx.into)
         dweight = dup = None
     else:

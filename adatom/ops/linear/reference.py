@@ -36,8 +36,8 @@ def first(z: Tensor, name: str) -> Tensor:
     if name == "gelu":
         return 0.5 * torch.erfc(-z * math.sqrt(0.5)) + z * _density(z)
     if name == "gelu_tanh":
-        s, u = torch.sigmoid(2 * _BEND[0] * (z + _BEND[1] * z**3)), 2 * _BEND[0] * (1 + 3 * _BEND[1] * z**2)
-        return s + z * s * (1 - s) * u
+        s, rest, u = _bent(z)
+        return s + z * s * rest * u
     if name == "silu":
         s = torch.sigmoid(z)
         return s * (1 + z * (1 - s))
@@ -49,12 +49,18 @@ def second(z: Tensor, name: str) -> Tensor:
     if name == "gelu":
         return _density(z) * (2 - z * z)
     if name == "gelu_tanh":
-        s, u = torch.sigmoid(2 * _BEND[0] * (z + _BEND[1] * z**3)), 2 * _BEND[0] * (1 + 3 * _BEND[1] * z**2)
-        return s * (1 - s) * (2 * u + z * (u * u * (1 - 2 * s) + 12 * _BEND[0] * _BEND[1] * z))
+        s, rest, u = _bent(z)
+        return s * rest * (2 * u + z * (u * u * (rest - s) + 12 * _BEND[0] * _BEND[1] * z))
     if name == "silu":
         s = torch.sigmoid(z)
         return s * (1 - s) * (2 + z * (1 - 2 * s))
     return torch.zeros_like(z)
+
+
+def _bent(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(s, 1 - s, t') of gelu_tanh(z) = z s, s = sigmoid(t); 1 - s to full precision, which z t'^2 multiplies."""
+    t = 2 * _BEND[0] * (z + _BEND[1] * z**3)
+    return torch.sigmoid(t), torch.sigmoid(-t), 2 * _BEND[0] * (1 + 3 * _BEND[1] * z**2)
 
 
 def _density(z: Tensor) -> Tensor:

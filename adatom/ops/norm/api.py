@@ -92,7 +92,7 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, backend: st
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         require_backend("norm", backend)
         require_operators(backend, "in forward mode and under torch.func")
-        y, h, *_ = reference.forward(*given, eps, centred, False)
+        y, h = (t if t is None else t.contiguous() for t in reference.forward(*given, eps, centred, False)[:2])
     else:
         y, h, *_ = norm_fwd(*given, eps, centred, backend)
     return y if residual is None else (y, h)
