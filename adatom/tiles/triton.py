@@ -181,8 +181,8 @@ def load_lse(Lse, b, h, start, n, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN:
     """lse, [BLOCK], in log2 units: +inf, under which all probabilities are 0, for rows that see nothing or do not
     exist. EVEN: all rows of the block exist. READY: an earlier kernel wrote down what this gave it.
 
-    Beyond 2^23 (a bias of -1e9) lse and scores are rounded by more than 1: there lse is raised by as much, so that no
-    probability exceeds 1.
+    Beyond 2^23 (a bias of -1e9) lse and scores are rounded by 1 and more: there lse is raised by as much, so that no
+    probability is far above 1.
     """
     lse = load_row(Lse, b, h, start, n, BLOCK, TMA)
     if READY:

@@ -101,6 +101,7 @@ KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
     (F32, "tf32"),
     (F32, "ieee"),
 )
+_STORED = (128, 16, 1024), (128, 2, 704), (32, 2, 656)  # head_dim, heads of keys, queries
 _DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (40, 24), (128, 32), (192, 16))
 
 
@@ -286,7 +287,7 @@ GPU: tuple[Case, ...] = (
     Case("timetable 64, causal", 2, 7, 7, 2300, 2300, 64, 64, BF16, causal=True),
     Case("timetable 64, shared bias, causal", 1, 16, 16, 2000, 2000, 48, 64, F16, bias="11qk", causal=True),
     Case("stored bias, window", 2, 8, 2, 700, 904, 128, 104, F16, bias="bhqk", window=(300, 100), kv_lens=True),
-    Case("stored bias 32, causal", 2, 4, 2, 650, 776, 24, 32, BF16, bias="bhqk", causal=True),
+    *(Case(f"stored {d} {kv}", 2, 16, kv, n, n + 8, d, d, F16, bias="bhqk", causal=kv < 16) for d, kv, n in _STORED),
     Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),
     *(
         Case(f"many heads {n} softcap causal 64", 6, 4, 4, 333, n, 64, 64, BF16, causal=True, softcap=5.0)
@@ -500,7 +501,7 @@ GPU: tuple[Case, ...] = (
     Case("over 65535 heads, two blocks", 4200, 16, 8, 66, 20, 40, 40, BF16, causal=True),
     Case("over 65535 heads f32", 8200, 8, 4, 9, 12, 32, 32, F32, causal=True, bias="1hqk"),
     Case("over 2**31 elements", 66, 256, 1, 512, 16, 256, 256, BF16),
-    Case("over 2**31 elements of bias", 129, 64, 64, 512, 520, 16, 16, BF16, bias="bhqk"),
+    *(Case(f"over 2**31 elements of bias {d}", 129, 64, 64, 512, 520, d, d, BF16, bias="bhqk") for d in (16, 40)),
 )
 
 _QUICK = (

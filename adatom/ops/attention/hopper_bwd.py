@@ -108,7 +108,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     if not PLAN.DENSE:
         q_empty = make_barriers(STAGES, 2)
         do_empty = make_barriers(STAGES, 2)
-    if LATE:
+    if LATE and not DQ_BEHIND:
         ds_full = make_barriers(2, 2)
     if ADDER:
         dq_full = make_barriers(2, 1)
@@ -182,7 +182,6 @@ class Launches(NamedTuple):
     block_m: int
     sums: int  # lines of 128 numbers of the sum of dQ
     turns: bool  # programs wait for each other
-    stored: bool  # dQ is multiplied from dS
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
@@ -278,7 +277,7 @@ def _launches(
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
     return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, turns,
-                    stored, dbias, plain, splits, (units - whole, 2, n, dim))
+                    dbias, plain, splits, (units - whole, 2, n, dim))
 
 
 def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -313,9 +312,9 @@ def _backward(
     parts = dk_part, dv_part = _place(dk, plan.splits), _place(dv, plan.splits)
     wide = dk_part.dtype != dk.dtype
     described = (dk, dv) if wide else parts
-    tiles, sums = bias_tiles(x, o, plan.dbias.tiles and not plan.stored), column_sums(x, plan.dbias.sums)
-    if plan.stored:  # all of it is written, also outside the mask
-        tiles = empty((*x.q.shape[:3], x.k.shape[2]), x.q)
+    stored, sums = plan.main.meta["DQ_BEHIND"], column_sums(x, plan.dbias.sums)
+    # stored ones are written all over, also outside the mask
+    tiles = empty((*x.q.shape[:3], x.k.shape[2]), x.q) if stored else bias_tiles(x, o, plan.dbias.tiles)
     pieces = empty(plan.pieces, lse) if plan.added else None
     if plan.main.meta["SHIFTED"]:  # programs wait for some that may not have begun
         launch.take_turn(lse.device)
@@ -325,7 +324,7 @@ def _backward(
         dk_part if pieces is None else pieces, dv_part, order, x.kv_lens, taken, turns,
     )  # fmt: skip
     if plan.behind:
-        plan.behind(*((tiles, x.k, dq, x.kv_lens) if plan.stored else (total, dq, turns, x.cu_seqlens_q)))
+        plan.behind(*((tiles, x.k, dq, x.kv_lens) if stored else (total, dq, turns, x.cu_seqlens_q)))
     if plan.added:
         plan.added(pieces, dv, dk)
     if plan.splits > 1:

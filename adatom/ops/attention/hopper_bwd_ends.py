@@ -127,7 +127,7 @@ def _dq_kernel(DS, K, DQ, Lens, stride_b, stride_h, stride_m, heads, sharing, le
     hk = h // sharing
     keys = len_k
     if LENS:
-        keys = tl.minimum(tl.load(Lens + b), len_k)
+        keys = tl.minimum(tl.maximum(tl.load(Lens + b).to(tl.int32), 0), len_k)
     offset = keys - len_q
     CUT: tl.constexpr = LEFT or RIGHT or LENS
     begin, whole_begin, whole_end, end = keys_of(m0, offset, keys, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
@@ -180,11 +180,20 @@ def ends(
     return before, behind
 
 
+class _ByTma(Launch):
+    """A Launch for tensors whose dimensions of size 1 may have strides that TMA does not take."""
+
+    @staticmethod
+    def describe(x: torch.Tensor, block: tuple[int, ...]) -> object:
+        strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())]
+        return Launch.describe(x.as_strided(x.shape, [*strides, 1]), block)
+
+
 def dq_behind(call: Call, dim: int, dq: torch.Tensor) -> Launch:
     """The launch that multiplies dQ from dS; `dim` columns in memory."""
     n_m = -(-call.len_q // 128)
     sizes = (call.heads, call.heads // max(call.kv_heads, 1), call.len_q, call.len_k, call.left, call.right, n_m)
-    return Launch(
+    return _ByTma(
         _dq_kernel, n_m * call.batch * call.heads, (*call.strides(dq), *sizes, call.scale),
         {
             "HEAD_DIM": call.head_dim, "D": dim, "LEFT": call.left >= 0, "RIGHT": call.right >= 0,

@@ -101,12 +101,15 @@ def blocks_inside(call: Call, dim: int, block_m: int) -> int:
 
 
 def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
-    """Whether dQ is rather multiplied from stored tiles of dS than summed by tiles of keys: under a mask, where what is
-    not visited would have to be cleared, beyond head_dim 64, and where sums are slow, in order or over few keys."""
+    """Whether dQ is rather multiplied from stored tiles of dS than summed by tiles of keys: beyond head_dim 64; under a
+    mask, where what is not visited would have to be cleared; at head_dim 64 in order, below 2,048 keys, or where tiles
+    of keys are fewer than half of the multiprocessors; below in order, if they are fewer than twice as many."""
     if dim > 64 or call.left >= 0 or call.right >= 0 or call.x.kv_lens is not None:
         return True
-    few = call.programs(call.len_k, BLOCK_N.value, kv=True) < 2 * call.device.sms
-    return ordered and (dim == 64 or few) or dim == 64 and call.len_k < 2048
+    n_tiles, sms = call.programs(call.len_k, BLOCK_N.value, kv=True), call.device.sms
+    if dim == 64:
+        return ordered or call.len_k < 2048 or 2 * n_tiles < sms
+    return ordered and n_tiles < 2 * sms
 
 
 def splits_of(call: Call, dim: int) -> int:

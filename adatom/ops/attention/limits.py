@@ -254,7 +254,8 @@ def _whole_heads(p: Problem) -> bool:
 
 
 def _stored(p: Problem) -> bool:
-    """Whether the Gluon backward stores dS, as the gradient of a bias, and may multiply dQ from that."""
+    """Whether the Gluon backward stores dS, as the gradient of a bias, and may multiply dQ from that (unless keys are
+    no multiple of 8, which rounded lengths do not tell)."""
     return p.bias == "full" and p.bias_dtype == p.dtype and p.bias_grad and not (p.bias_shared or p.softcap)
 
 
@@ -264,7 +265,7 @@ def hopper_bwd(p: Problem) -> str | None:
         return why
     dim, masked, heads, sms = max(p.head_dim, p.head_dim_v), p.causal or p.window, p.batch * p.heads, p.device.sms
     stored, wide = _stored(p), dim > 32 and p.bias == "none"
-    least = (128 if dim > 32 else 768) if stored else 256 if wide else 512 if dim > 64 and not masked else 1024
+    least = (128 if dim > 32 else 512) if stored else 256 if wide else 512 if dim > 64 and not masked else 1024
     if _whole_heads(p):
         if 4 * heads < 3 * sms * -(-heads // sms):
             return f"gives programs whole heads, {heads} of which do not fill a GPU of {sms} multiprocessors"
@@ -275,7 +276,7 @@ def hopper_bwd(p: Problem) -> str | None:
     elif not p.varlen and p.least_length < least:
         return f"is slow, or was not timed, at lengths below {least}"
     if p.window and p.window_keys <= 64:
-        return "sums dQ in memory, which is slow under windows of 64 keys and below"
+        return "is slow under windows of 64 keys and below"
     if p.bias == "key" and p.bias_grad:
         return "lacks registers to sum the gradient of a bias per key"
     if p.bias in ("key", "full") and p.softcap:
