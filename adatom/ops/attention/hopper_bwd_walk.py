@@ -445,7 +445,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
 
 @gluon.jit
 def _clear_keys(n0, len_k, i_kv, tiles, C: gl.constexpr):
-    """Zero this consumer's keys and values beyond kv_lens, which may be NaN. All consumers read them later."""
+    """Zero this consumer's keys and values beyond kv_lens, which may be NaN. The other may read them later."""
     k_s, v_s, _, _, _, _, _, _, _, _, _ = tiles
     keys = len_k - n0 - C * HALF
     if keys < HALF:

@@ -1,6 +1,6 @@
 """Which way the Hopper backward goes: how its kernel is tiled, how programs come to their tiles, and which go together.
 
-All of it was measured: docs/hopper_backward.md has the cells, and what else was tried.
+All of it was measured: docs/hopper_backward.md and hopper_backward_bias.md have the cells, and what else was tried.
 """
 
 from typing import NamedTuple
