@@ -17,8 +17,8 @@ varies from run to run: dK and dV repeat bit for bit, dQ but for rounding. ORDER
 for the keys before, or, where tiles walk upwards, behind, or (Plan.SHIFTED) for who comes earlier by a timetable
 (hopper_bwd_feed.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
 
-Where the gradient of a full bias is dS itself, tile by tile, the kernel behind may multiply dQ from it (Plan.DQ_BEHIND):
-then nobody sums dQ, and consumers do not meet.
+Where the gradient of a full bias is dS itself, tile by tile, the kernel behind may multiply dQ from it
+(Plan.DQ_BEHIND): then nobody sums dQ, and consumers do not meet.
 """
 
 from typing import NamedTuple
