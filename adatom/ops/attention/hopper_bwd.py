@@ -71,7 +71,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr,
                 DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
                 KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
-    """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum.
+    """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum, or left to the kernel behind.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
     rounded up to BLOCK_M; Lse in log2 units (beside a float bias in natural ones, with a bias per query it is lse less
@@ -352,7 +352,7 @@ def backward(
     x: Inputs, o: Options, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     wanted: bool,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv, dbias (if wanted), dsinks. dq is summed in an order that varies from run to run."""
+    """dq, dk, dv, dbias (if wanted), dsinks. dq may be summed in an order that varies from run to run."""
     return _backward(x, o, out, lse, dout, dlse, wanted, False)
 
 

@@ -102,8 +102,9 @@ def blocks_inside(call: Call, dim: int, block_m: int) -> int:
 
 def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
     """Whether dQ is rather multiplied from stored tiles of dS than summed by tiles of keys: beyond head_dim 64; under a
-    mask, where what is not visited would have to be cleared; at head_dim 64 in order, below 2,048 keys, or where tiles
-    of keys are fewer than half of the multiprocessors; below in order, if they are fewer than twice as many."""
+    mask, where what is not visited would have to be cleared; at head_dim 64 in order, with fewer than 2,048 keys, or
+    where tiles of keys are fewer than half of the multiprocessors; at head_dim 32 in order, where these tiles are fewer
+    than two for each multiprocessor."""
     if dim > 64 or call.left >= 0 or call.right >= 0 or call.x.kv_lens is not None:
         return True
     n_tiles, sms = call.programs(call.len_k, BLOCK_N.value, kv=True), call.device.sms

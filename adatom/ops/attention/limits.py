@@ -260,7 +260,7 @@ def _stored(p: Problem) -> bool:
 
 
 def hopper_bwd(p: Problem) -> str | None:
-    """The Gluon backward where it was faster than Triton's (docs/hopper.md)."""
+    """The Gluon backward where it was faster than Triton's (docs/hopper_backward.md, hopper_backward_bias.md)."""
     if (why := hopper_bwd_any(p)) is not None:
         return why
     dim, masked, heads, sms = max(p.head_dim, p.head_dim_v), p.causal or p.window, p.batch * p.heads, p.device.sms
@@ -305,7 +305,7 @@ def _timetable(p: Problem) -> bool:
 
 
 def hopper_bwd_ordered(p: Problem) -> str | None:
-    """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper.md)."""
+    """The Gluon backward that repeats bit for bit, where it was faster than Triton's (docs/hopper_backward.md)."""
     if (why := hopper_bwd(p)) is not None or _stored(p):
         return why
     convoy = p.kv_lens or p.varlen or p.seqlen_q > p.seqlen_k  # not upwards: some queries may see no keys
