@@ -355,7 +355,7 @@ def test_parts_of_dk_and_dv_are_added(size, dtype, monkeypatch):
     def nothing(*_):
         pass
 
-    main.meta = {"SHIFTED": True}
+    main.meta = {"SHIFTED": True, "DQ_BEHIND": False}
     monkeypatch.setattr(backward.launch, "take_turn", turns.append)
     plan = backward.Launches(None, nothing, main, nothing, None, 0, 1, 64, 1, False, backward.Gradient(), False, 4, ())
     monkeypatch.setattr(backward, "_launches", lambda *_: plan)
