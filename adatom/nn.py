@@ -334,6 +334,9 @@ class MoE(nn.Module):
 class Linear(nn.Linear):
     """torch.nn.Linear with an activation, in one kernel; its state_dict is the same.
 
+    A weight that is another kind of tensor (a quantised one) goes to PyTorch's operators; recompute and precision do
+    not count then.
+
     Args:
         in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
         activation, recompute, precision, backend: as in `adatom.linear`.

@@ -439,3 +439,36 @@ def test_results_may_be_changed_in_place(options, kv_heads):
     out += q
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_lengths_of_keys_that_nobody_can_check_are_clamped():
+    """Under vmap and in a compiled region, as on a GPU."""
+    q, lens, clamped = torch.randn(2, 4, 6, 8), torch.tensor([7, -3]), torch.tensor([6, 0])
+    expected = adatom.attention(q, q, q, kv_lens=clamped)
+
+    def one(q, lens):
+        return adatom.attention(q[None], q[None], q[None], kv_lens=lens[None])[0]
+
+    torch.testing.assert_close(torch.func.vmap(one)(q, lens), expected)
+    compiled = torch.compile(lambda q, lens: adatom.attention(q, q, q, kv_lens=lens), backend="aot_eager")
+    torch.testing.assert_close(compiled(q, lens), expected)
+
+
+FAR = """
+import torch, adatom
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 1, 16, 16) for _ in range(3))
+for far in (1.1e6, -4e6, 8e6):
+    grads = []
+    for backend in ("reference", "triton"):
+        given, bias = v.clone().requires_grad_(), torch.full((1, 1, 16, 16), far, requires_grad=True)
+        out = adatom.attention(q, k, given, bias=bias, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), (given, bias)))
+    for expected, found in zip(*grads):
+        assert 0.7 < (found.norm() / expected.norm()).item() < 1.4, far
+"""
+
+
+def test_a_bias_far_from_0_leaves_gradients_their_size(interpreted):
+    """To 2^23, where float32 rounds scores and lse by up to a half."""
+    interpreted(FAR)

@@ -77,7 +77,7 @@ def linear(
     require(not weight_grad.requires_grad, "a weight_grad that requires no grad", weight_grad=weight_grad)
     if not torch.compiler.is_compiling():  # which sees no memory
         mine = _extent(weight_grad)
-        others = [
+        others = [  # of one storage
             _extent(t) for t in supplied(x=x, weight=given, bias=bias).values() if torch._C._overlaps(t, weight_grad)
         ]
         apart = all(mine.start >= r.stop or r.start >= mine.stop for r in others)
