@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -377,17 +378,23 @@ def build_all(specs: list[Spec], jobs: int, advance: Callable[[Report], None]) -
     todo = list(range(len(specs)))
     workers = jobs
     while todo:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        fork, ignore = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
+        with ProcessPoolExecutor(workers, fork, signal.signal, ignore) as pool:
             futures = {pool.submit(_build_nth, n): n for n in (todo if workers > 1 else todo[:1])}
-            for future in as_completed(futures):
-                n = futures[future]
-                try:
-                    done[n] = future.result()
-                except BrokenProcessPool:
-                    if workers > 1:
-                        continue  # which one died is unknown: those left run again, one process each
-                    done[n] = build_failed(specs[n])
-                advance(done[n])
+            try:
+                for future in as_completed(futures):
+                    n = futures[future]
+                    try:
+                        done[n] = future.result()
+                    except BrokenProcessPool:
+                        if workers > 1:
+                            continue  # which one died is unknown: those left run again, one process each
+                        done[n] = build_failed(specs[n])
+                    advance(done[n])
+            except KeyboardInterrupt:
+                for worker in multiprocessing.active_children():  # for what they do the pool would wait
+                    worker.terminate()
+                raise
         if len(done) < len(specs):
             workers = 1
         todo = [n for n in todo if n not in done]

@@ -33,6 +33,7 @@ from adatom.device import versions
 from adatom.ops.attention.cases import F32, Case
 from adatom.potential import fit as crystals
 from adatom.potential.model import Potential
+from adatom.records import to_write
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -365,7 +366,7 @@ def page(
 
 
 def command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the report.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(callback=to_write, help="Where to write the report.")] = Path("report.html"),
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
 ) -> None:
     """The main job in about a minute: forces through attention, checked, timed, and reported in one HTML page."""
@@ -399,7 +400,6 @@ def command(
         facts = doctor.summary(report)
         rows = crystal_rows(crystal)
         text = page(facts, report["checks"], errors, rows, sheet, plots(fitted, crystal, record), name)
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
         progress.advance(task)
     have = ", ".join(f"{n} {v}" for n, v in versions().items() if v)

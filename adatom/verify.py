@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from adatom import evidence, registry
 from adatom.device import facts, system, versions
+from adatom.records import commit, to_write
 from adatom.registry import Row
 
 Tensor = torch.Tensor
@@ -456,7 +457,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "driver": _said(["nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "versions": versions(),
         "platform": system(),
-        "commit": _said(["git", "describe", "--always", "--dirty"]),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -506,7 +507,7 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, in about a minute.")] = False,
     record: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Write evidence: evidence/<gpu>.json; of some rows, beside what it holds."),
+        typer.Option(callback=to_write, help="Write proofs: evidence/<gpu>.json; of some rows, beside what it holds."),
     ] = None,
     unproven: Annotated[bool, typer.Option("--unproven", help="Only rows that no evidence here proves.")] = False,
     shape: Annotated[

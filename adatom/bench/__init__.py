@@ -24,6 +24,7 @@ from adatom.bench.report import heading, host_sheet, plot, sheets, tables
 from adatom.bench.rivals import OWN, every, installed, select
 from adatom.bench.timing import Clock, interleave, peak_bytes, slowed
 from adatom.device import facts
+from adatom.records import to_write
 from adatom.registry import PASSES, rows
 from adatom.verify import by_reason
 
@@ -42,9 +43,14 @@ def command(
     backend: Annotated[str | None, typer.Option(help="Only this backend of adatom; or deterministic.")] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="Write all results to this JSON file after each case, beside those of other cases in it."),
+        typer.Option(
+            callback=to_write,
+            help="Write all results to this JSON file after each case, beside those of other cases in it.",
+        ),
     ] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot: .svg or .png.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", callback=to_write, help="Write a plot: .svg or .png.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: a GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option(help="The first case of each group, briefly.")] = False,
     steady: Annotated[
@@ -66,6 +72,8 @@ def command(
     """
     console = Console()
     if from_file is not None:
+        if op or group or case or plot_file or record:
+            raise typer.BadParameter("--tables prints all of a file, and takes nothing else")
         typer.echo(tables(_results(from_file)), nl=False)
         return
     try:
@@ -240,7 +248,6 @@ def _write(record: dict[str, Any], file: Path | None) -> None:
     """Replace what a file holds at once: whoever is killed here leaves the old content or the new."""
     if file is not None:
         file = file.resolve()  # where a link points, not the link
-        file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f"{file.name}.part")
         beside.write_text(json.dumps(record, indent=1) + "\n")
         beside.replace(file)

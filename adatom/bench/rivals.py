@@ -72,11 +72,10 @@ def select(names: str) -> tuple[str, ...]:
     """The names in a comma-separated list, or those that "all" or "none" stand for; `own` ones are not among all.
     ValueError for an unknown one."""
     known = [rival.name for rival in every()]
-    if names == "all":
-        return tuple(known)
-    wanted = [] if names == "none" else [n.strip() for n in names.split(",") if n.strip()]
-    unknown = [n for n in wanted if n not in (*known, *own())]
+    wanted = [n.strip() for n in names.split(",") if n.strip()]
+    unknown = [n for n in wanted if n not in ("all", "none", *known, *own())]
     if unknown:
         listed = f"{', '.join(known)}; and adatom's backends, as {OWN}triton"
         raise ValueError(f"no rival {', '.join(unknown)}; there are: {listed}")
-    return tuple(wanted)
+    meant = {"all": known, "none": []}
+    return tuple(dict.fromkeys(one for n in wanted for one in meant.get(n, [n])))

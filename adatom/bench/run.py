@@ -6,7 +6,6 @@ import datetime
 import json
 import math
 import platform
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -24,6 +23,7 @@ from adatom.bench.rivals import OWN, Bind, Call, Unfit, contest, every, installe
 from adatom.bench.timing import Clock, Job, ceilings, host_microseconds, interleave, peak_bytes, tf32
 from adatom.device import facts
 from adatom.ops.attention.api import attention
+from adatom.records import commit
 from adatom.registry import Row
 
 Tensor = torch.Tensor
@@ -383,17 +383,6 @@ def host(device: torch.device, backend: str | None = None) -> tuple[str, list[di
     return f"attention {shape} {str(dtype).removeprefix('torch.')}", entries
 
 
-def commit() -> str | None:
-    """The commit of this checkout, "+" appended if files differ from it; None outside a checkout."""
-    try:
-        git = ["git", "-C", str(Path(__file__).parent)]
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
-        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else None
-
-
 def device_name(device: torch.device) -> str:
     """What a reader would call this device."""
     if device.type == "cuda":
@@ -511,7 +500,7 @@ def groups(
 
     found = {n: tuple(case for case in some if meant(case.name)) for n, some in cases.items()}
     if words and not any(found.values()):
-        listed = ", ".join(case.name for some in cases.values() for case in some)
+        listed = ", ".join(dict.fromkeys(case.name for some in cases.values() for case in some))
         raise ValueError(f"no case with {' or '.join(words)}; there are: {listed}")
     return {n: some[:1] if quick else some for n, some in found.items() if some or not words}
 
