@@ -27,20 +27,19 @@ def to_write(file: Path | None) -> Path | None:
     return file
 
 
-def _git(*command: str) -> str | None:
-    """What git says of the package's folder; None if it fails."""
+def said(*command: str) -> str | None:
+    """The first line that a command prints in the package's folder; None if there is none, or it fails."""
     try:
-        git = ["git", "-C", str(Path(__file__).parent), *command]
-        done = subprocess.run(git, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
 
 
 def commit() -> str | None:
     """The commit of this checkout, "+" appended if files differ from it; None outside one, and where the package only
     lies inside another one."""
-    head = _git("rev-parse", "--short=12", "HEAD")
-    if head is None or _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+    head = said("git", "rev-parse", "--short=12", "HEAD")
+    if head is None or said("git", "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
-    return head + ("+" if _git("status", "--porcelain", "-uno") else "")
+    return head + ("+" if said("git", "status", "--porcelain", "-uno") else "")

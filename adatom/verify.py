@@ -21,7 +21,6 @@ from __future__ import annotations
 import datetime
 import math
 import os
-import subprocess
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from adatom import evidence, registry
 from adatom.device import facts, system, versions
-from adatom.records import commit, to_write
+from adatom.records import commit, said, to_write
 from adatom.registry import Row
 
 Tensor = torch.Tensor
@@ -438,14 +437,6 @@ def _badness(result: Result) -> float:
     return math.inf if math.isnan(result.ratio) else result.ratio
 
 
-def _said(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=evidence.PACKAGE)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Where and on what the kernels were judged."""
     known = facts(device)
@@ -454,7 +445,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(index),
         "arch": f"sm_{known.arch}",
         "sms": known.sms,
-        "driver": _said(["nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "driver": said("nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": versions(),
         "platform": system(),
         "commit": commit(),

@@ -73,7 +73,9 @@ def command(
     console = Console()
     if from_file is not None:
         if op or group or case or plot_file or record:
-            raise typer.BadParameter("--tables prints all of a file, and takes nothing else")
+            raise typer.BadParameter(
+                "--tables prints all of a file; it takes no op, --group, --case, --plot or --record"
+            )
         typer.echo(tables(_results(from_file)), nl=False)
         return
     try:
