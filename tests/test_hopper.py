@@ -219,17 +219,19 @@ def test_a_sum_that_nobody_clears_has_a_first_piece(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES[::3])
-@pytest.mark.parametrize("sharing", [1, 3])
+@pytest.mark.parametrize("sharing", [0, 1, 3])
 @pytest.mark.parametrize("way", ["down", "up", "abreast"])
 def test_what_a_tile_visits(shape, sharing, way):
     """All blocks of queries that see its keys, of all heads that share them, each once, from the last to the first, or
-    upwards, or of all heads the last block, then the one before."""
+    upwards, or of all heads the last block, then the one before. sharing 0: known to be one head."""
+    alone, sharing = not sharing, sharing or 1
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit = as_python(feed.visit, step=as_python(feed.step))
     _, _, left, right, lens, block_m = shape
     plan = SimpleNamespace(
         LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False, CUT=False, UP=way == "up",
         ABREAST=way == "abreast", SHIFTED=False,
+        ALONE=alone,
     )  # fmt: skip
     stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5
     for j in range(math.ceil(shape[1] / 128)):

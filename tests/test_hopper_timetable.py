@@ -29,7 +29,7 @@ def timetable(len_q: int, len_k: int, causal: bool, block_m: int, each: int) -> 
     """Of each tile of a head, in the order in which they are taken, the blocks of queries that it visits, in turn, and
     its place in their sums."""
     of = dict.fromkeys(("LEFT", "LENS", "VARLEN", "CUT", "UP", "ABREAST", "DESCENDING"), False)
-    of = SimpleNamespace(**of, RIGHT=causal, BLOCK_M=block_m, SHIFTED=True)
+    of = SimpleNamespace(**of, RIGHT=causal, BLOCK_M=block_m, SHIFTED=True, ALONE=False)
     up, neighbours = as_python(feed.upwards), as_python(feed.neighbours)
     ends = as_python(feed.shifted_ends, upwards=up)
     place = as_python(feed.place_in_sum, neighbours=neighbours, upwards=up, APART=feed.APART.value)

@@ -22,21 +22,23 @@ from test_hopper import EDGE, H100, as_python, blocks_of, run_interpreted  # noq
 from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
 from adatom.ops.attention import hopper_bwd_cut as cut  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
-from adatom.ops.attention import hopper_bwd_walk as walk  # noqa: E402
+from adatom.ops.attention import hopper_bwd_tiles as bwd_tiles  # noqa: E402
 from adatom.tiles import hopper  # noqa: E402
 
 
-@pytest.mark.parametrize("sharing", [1, 3])
+@pytest.mark.parametrize("sharing", [0, 1, 3])
 @pytest.mark.parametrize("blocks", [5, 32, 33])
 @pytest.mark.parametrize(("heads", "group", "n_blocks", "programs"), [(3, 1, 2, 4), (10, 4, 7, 9), (10, 4, 7, 132)])
 def test_what_is_left_of_the_last_round_is_cut_into_pieces(heads, group, n_blocks, programs, blocks, sharing):
-    """Tiles and pieces visit each block of queries of each head once, and a tile that is cut is all in pieces."""
+    """Tiles and pieces visit each block of queries of each head once, and a tile that is cut is all in pieces.
+    sharing 0: known to be one head."""
+    alone, sharing = not sharing, sharing or 1
     tile_of, piece_of = as_python(feed.head_and_block), as_python(feed.piece_of)
     blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=piece_of)
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit = as_python(feed.visit, step=as_python(feed.step))
     plan = SimpleNamespace(
-        CUT=True, UP=False, ABREAST=False, SHIFTED=False, LEFT=False, RIGHT=False, LENS=False, VARLEN=False
+        ALONE=alone, CUT=True, UP=False, ABREAST=False, SHIFTED=False, LEFT=False, RIGHT=False, LENS=False, VARLEN=False
     )
     rest = heads * n_blocks % programs
     pieces, whole = cut.pieces_of(rest, blocks, sharing, programs), heads * n_blocks - rest
@@ -71,10 +73,10 @@ def test_tiles_are_cut_where_that_ends_sooner():
 
 
 def test_which_way_a_plan_goes():
-    """Pieces are claimed but where tiles are taken by number, or, upwards from 8192 queries on, the sum is cleared. Up:
-    under a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a
-    full bias; in turn, the last tiles cut: without a mask at head_dim 128; blocks without a mask apart from others:
-    under a causal one, there if it is long."""
+    """Pieces are claimed but where tiles are taken by number, or, for a third warpgroup, the sum is cleared. Up: under
+    a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a full
+    bias. A third warpgroup: at head_dim 128 if it is long, its last tiles cut without a mask. Blocks without a mask
+    apart from others: under a causal one, there if it is long."""
     flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
     for dim, length, bias, causal, ordered, shared in flags:
         q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
@@ -87,23 +89,21 @@ def test_which_way_a_plan_goes():
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         assert before.meta["SUM"] == (not (plan.FIRST or plan.INSIDE))
         plain, long = bias == "none", length >= 4096
-        cleared = causal and dim > 64 and length == 8192 and plain and not (ordered or shared)
         assert plan.ABREAST == (causal and dim > 64 and ordered and shared)
         up = causal and dim > 32 and (ordered or long or dim > 64 and not shared)
         assert plan.UP == (up and not plan.ABREAST and not (ordered and bias == "full" and not shared))
         assert plan.DESCENDING == (plan.UP and ordered)
-        assert plan.IN_TURN == (dim > 64 and long and plain and not (causal or ordered))
+        assert plan.THIRD == (dim > 64 and long and plain and not ordered)
+        assert plan.ALONE == (plan.THIRD and not shared)
         inside = dim == 32 and length <= 512 and not shared
         assert plan.LOOPS == (2 if plain and causal and (dim <= 64 or long) and not inside else 1)
-        assert plan.CUT <= plan.IN_TURN
-        assert plan.CLAIM <= plan.FIRST and plan.UP <= (plan.CLAIM or ordered or cleared)
+        assert plan.CUT <= (plan.THIRD and not causal)
+        assert plan.CLAIM <= plan.FIRST == plan.ADDER and plan.UP <= (plan.CLAIM or ordered or plan.THIRD)
         assert plan.CLAIM or plan.DYNAMIC or plan.ORDERED or not plan.FIRST  # who waits is not before whom it waits for
         assert not (plan.ORDERED and plan.CLAIM)
-        assert plan.FIRST or cleared or dim > 64 and not causal and (plan.IN_TURN or bias == "key")
-        assert not cleared or plan.UP and plan.ADDER and plan.LOOPS == 2 and not plan.FIRST
-        piece = main.blocks[main.kernel.arg_names.index("DQ")]
-        assert piece == (plan.D // 2 if plan.IN_TURN else min(plan.D, 64) // 2, 128)
-        assert plan.IN_TURN <= (plan.DENSE and not plan.ADDER)
+        assert plan.FIRST or plan.THIRD or dim > 64 and not causal and bias == "key"
+        assert not plan.THIRD or plan.UP == causal and plan.STAGES == 3 and not plan.FIRST
+        assert main.blocks[main.kernel.arg_names.index("DQ")] == (min(plan.D, 64) // 2, 128)
 
 
 @pytest.mark.parametrize("window", [(300, 0), (300, 300), (None, 0), (300, None)])
@@ -215,28 +215,42 @@ def test_sums_by_descending_keys(shape):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_consumers_that_multiply_dq_in_turn_meet(seed):
-    """As `walk._walk` goes: who multiplies finds dS of both, nobody writes what is read, both come to an end."""
+def test_a_third_warpgroup_loads_and_multiplies_in_time(seed):
+    """As hopper_bwd_third.py goes: it finds dS of both consumers, nobody writes what is read, all come to an end."""
     random.seed(seed)
-    visits, arrived, wrote, reading = seed % 9 + 1, [0, 0], {}, set()
+    visits, arrived, wrote, loaded, freed, at = seed % 9 + 1, [0, 0], {}, {}, [0], [-1, -1]
 
     def consumer(c: int):
         for n in range(visits):
-            assert n % 2 not in reading
+            while loaded.get(n % 3) != n:
+                yield
+            at[c] = n  # and done with the one before
+            yield
+            while freed[0] < n - 1:
+                yield
             wrote[n % 2, c] = n
             yield
             arrived[n % 2] += 1
-            if n % 2 == c:
-                while arrived[c] < n // 2 * 2 + 2:
-                    yield
-                reading.add(n % 2)
+            yield
+            assert loaded[n % 3] == n  # which dK is multiplied from
+        at[c] = visits
+
+    def third():
+        loaded.update({n: n for n in range(min(2, visits))})
+        for n in range(visits):
+            while arrived[n % 2] < n // 2 * 2 + 2:
                 yield
-                assert wrote[n % 2, 0] == wrote[n % 2, 1] == n
-                reading.discard(n % 2)
+            assert wrote[n % 2, 0] == wrote[n % 2, 1] == n
+            if n + 2 < visits:
+                assert min(at) >= n
+                loaded[(n + 2) % 3] = n + 2
+            yield
+            assert wrote[n % 2, 0] == wrote[n % 2, 1] == n
+            freed[0] = n + 1
             yield
 
-    running = [consumer(0), consumer(1)]
-    for _ in range(100 * visits):
+    running = [consumer(0), consumer(1), third()]
+    for _ in range(200 * visits):
         if running and next(which := random.choice(running), "end") == "end":
             running.remove(which)
     assert not running and arrived == [(visits + 1) // 2 * 2, visits // 2 * 2]
@@ -254,27 +268,27 @@ EDGES = [
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize(("lengths", "left", "right", "way"), EDGES)
 def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block_m, way):
-    """A tile's visits are in two loops, under a window in three, as `walk._walk` counts them; of those that only the
+    """A tile's visits are in two loops, under a window in three, as `visits_of` counts them; of those that only the
     edge to the left may cut, the other cuts none."""
     len_q, len_k = lengths
     shifted = way == "shifted"
     of = SimpleNamespace(
         LEFT=left >= 0, RIGHT=True, LENS=False, VARLEN=False, CUT=False, EVEN_N=len_k % 128 == 0, BLOCK_M=block_m,
-        UP=way == "up", ABREAST=way == "abreast", SHIFTED=shifted, LOOPS=3 if left >= 0 or shifted else 2,
+        UP=way == "up", ABREAST=way == "abreast", SHIFTED=shifted, ALONE=False, LOOPS=3 if left >= 0 or shifted else 2,
     )  # fmt: skip
     blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
     up = as_python(feed.upwards)
     ends = as_python(feed.shifted_ends, upwards=up)
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first), shifted_ends=ends)
     visit = as_python(feed.visit, step=as_python(feed.step), shifted_ends=ends, upwards=up)
-    visits = as_python(walk._visits, _cuts=walk._cuts, upwards=up)
+    visits = as_python(bwd_tiles.visits_of, cuts_of=bwd_tiles.cuts_of, upwards=up)
     stride, sharing = math.ceil(len_q / block_m), 3 if of.ABREAST else 1
     for n0 in range(0, len_k, 128):
         ragged = n0 + 128 > len_k
         span = begin, *_, count = blocks_of(n0, len_q, len_k, left, right, of)
         at, seen = before_visits(0, 0, begin, count, sharing, stride, of), []
         for kind in range(of.LOOPS):
-            cuts = walk._cuts(kind, of)
+            cuts = bwd_tiles.cuts_of(kind, of)
             for _ in range(visits(kind, span, ragged, of) * sharing):
                 at = visit(*at, 0, begin, count, sharing, stride, of)
                 seen.append(at[0])
@@ -298,7 +312,7 @@ def test_masks_without_a_branch(lengths, left, right, block):
         SliceLayout=lambda *_: None,
         where=lambda seen, *_: seen,
     )
-    masked, edges = as_python(walk._masked, gl=tensors, HALF=64), as_python(walk._edges, HALF=64)
+    masked, edges = as_python(bwd_tiles.masked, gl=tensors, HALF=64), as_python(bwd_tiles.edges_of, HALF=64)
     scores = SimpleNamespace(type=SimpleNamespace(layout=None), shape=[64, block])
     plan = SimpleNamespace(EVEN_N=len_k % 128 == 0, LEFT=left >= 0, RIGHT=right >= 0)
     for n0, c, row in itertools.product(range(0, len_k, 128), (0, 1), range(0, len_q, block)):

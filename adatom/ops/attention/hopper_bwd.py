@@ -7,9 +7,10 @@ A program owns 128 keys, each consumer 64 of them, and walks over blocks of quer
 from the last to the first (Plan.UP: upwards; Plan.ABREAST: a block of all heads, then the next one); under a causal
 mask of a few of these heads, and what programs find for one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T
 are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and dK. dS also goes through shared
-memory: each consumer multiplies one half of dQ = dS K over all 128 keys (Plan.IN_TURN: all of it every other time) and
-adds it to a float32 sum in memory by TMA. A kernel ahead computes delta, one behind rounds the sum to dQ
-(hopper_bwd_ends.py). Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
+memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a float32 sum in memory by TMA;
+or, Plan.THIRD, what is fastest at head_dim 128 for long sequences, a third warpgroup does both, and what the producer
+does (hopper_bwd_third.py). A kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py).
+Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first), and others wait
 for that; or the kernel ahead clears the sum (not Plan.FIRST). They add in whatever order they come to it, which alone
@@ -29,8 +30,18 @@ from adatom.ops.attention.hopper_bwd_bias import bias_pass
 from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_pieces
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, dq_behind, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
+from adatom.ops.attention.hopper_bwd_third import THIRD_REGISTERS, third
 from adatom.ops.attention.hopper_bwd_walk import consumer
-from adatom.ops.attention.hopper_bwd_ways import CONFIGS, Work, blocks_inside, from_tiles, in_flight, splits_of, way_of
+from adatom.ops.attention.hopper_bwd_ways import (
+    CONFIGS,
+    Work,
+    beside_third,
+    blocks_inside,
+    from_tiles,
+    in_flight,
+    splits_of,
+    way_of,
+)
 from adatom.ops.attention.hopper_packed import table_launch, table_size
 from adatom.ops.attention.problem import Inputs, Options, empty, empty_like, suits_tma
 from adatom.ops.attention.triton_call import (
@@ -65,8 +76,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
                 RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
-                ABREAST: gl.constexpr, SHIFTED: gl.constexpr, IN_TURN: gl.constexpr, LOOPS: gl.constexpr,
-                CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
+                ABREAST: gl.constexpr, SHIFTED: gl.constexpr, THIRD: gl.constexpr, ALONE: gl.constexpr,
+                LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
                 BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
                 LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr,
                 DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
@@ -85,9 +96,9 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     is cut. together: SHIFTED, tiles of a head that run together.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
-                                   FIRST, CLAIM, UP, ABREAST, SHIFTED, IN_TURN, LOOPS, CUT, ONCE, DYNAMIC, BLOCK_M,
-                                   PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, DQ_BEHIND, SUMS, WIDE,
-                                   INSIDE, KV_STAGES)
+                                   FIRST, CLAIM, UP, ABREAST, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
+                                   BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, DQ_BEHIND, SUMS,
+                                   WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -97,8 +108,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     DS: gl.constexpr = [4, BLOCK_M, HALF] if TILES else [2, BLOCK_N, BLOCK_M]
     ds_s = gl.allocate_shared_memory(Q.dtype, DS, gl.NVMMASharedLayout(128, 16, rank=2))
     PIECE: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    PIECE_ROWS: gl.constexpr = D // 2 if IN_TURN else min(D, 64) // 2
-    dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), PIECE_ROWS, 128], PIECE)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2 * max(INSIDE, 1), min(D, 64) // 2, 128], PIECE)
     number_s = gl.allocate_shared_memory(gl.int32, [4 * KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(KV_STAGES, 1)
     v_full = make_barriers(KV_STAGES, 2)
@@ -108,9 +118,14 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     # what nobody looks at is not made (`make_barriers`)
     q_empty, do_empty, ds_full, dq_full, dq_empty, bias_full, bias_empty = (q_full,) * 7
     bias_s = k_s
-    if not PLAN.DENSE:
+    if not (PLAN.DENSE or THIRD):
         q_empty = make_barriers(STAGES, 2)
         do_empty = make_barriers(STAGES, 2)
+    if THIRD:
+        ds_full = make_barriers(2, 1)  # rather empty
+        dq_full = make_barriers(1, 1)
+        if not ONCE:
+            dq_empty = make_barriers(1, 2)
     if LATE and not DQ_BEHIND:
         ds_full = make_barriers(2, 2)
     if ADDER:
@@ -133,7 +148,13 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces, together))
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
-    if ADDER:
+    if THIRD:
+        gl.warp_specialize([
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
+            (third, (Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN)),
+        ], [4, 4], [REGISTERS, THIRD_REGISTERS])  # fmt: skip
+    elif ADDER:
         gl.warp_specialize([
             (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
             (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
@@ -223,6 +244,7 @@ def _launches(
     ordered = ordered and summed
     work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, summed, dbias.sums, n_heads, n_tiles)
     way = way_of(work)
+    config = beside_third(config) if way.third else config
     rows, least, group = in_flight(work, way)
     turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
@@ -242,10 +264,9 @@ def _launches(
         way.timetable[0] if way.timetable else 0, call.scale, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
-    piece = 64 if way.in_turn else min(dim, 64) // 2, 128
     blocks = {
         "Q": (m, dim), "K": (n, dim), "V": (n // 2, dim), "DOut": (m, dim), "Lse": (m,), "Delta": (m,),
-        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": piece if summed else (m // 2, dim),
+        "DK": (n // 2, dim), "DV": (n // 2, dim), "DQ": (min(dim, 64) // 2, 128) if summed else (m // 2, dim),
     }  # fmt: skip
     stages = 1
     if work.full:
@@ -260,9 +281,9 @@ def _launches(
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
-            "ADDER": turns or way.up, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "ABREAST": way.abreast, "SHIFTED": way.timetable is not None, "IN_TURN": way.in_turn, "LOOPS": way.loops,
-            "CUT": pieces > 1, "EARLY": True,
+            "ADDER": turns, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
+            "ABREAST": way.abreast, "SHIFTED": way.timetable is not None, "THIRD": way.third,
+            "ALONE": way.third and sharing == 1, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "DQ_BEHIND": stored,

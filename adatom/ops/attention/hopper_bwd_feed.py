@@ -9,7 +9,7 @@ blocks, and all heads of each). A tile waits only for that of the keys before, w
 taken by number: whoever is waited for is running or done. The tile with the lowest number of those that run waits for
 nobody, so that one always goes on. What runs beside it, and how many programs there are, does not matter. Where sums
 need no order, all wait for the first keys that visit the block, and for nobody else; or, CLAIM, for whoever claimed its
-piece, so that tiles may be taken in any order; or, where the sum was cleared ahead, for nobody.
+piece, so that tiles may be taken in any order. Who adds to a sum that was cleared ahead needs none of this.
 
 Under a causal mask or a window sums in order may go by descending keys, and tiles upwards (DESCENDING): the last keys
 see the fewest queries and begin at the diagonal, where nobody was before them. The keys before begin no sooner, and one
@@ -81,7 +81,8 @@ class Plan:
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     ABREAST: bool  # tiles visit a block of queries of all heads that share their keys, then the next block
     SHIFTED: bool  # in order: tiles that run together are at different blocks, and none waits for long
-    IN_TURN: bool  # the consumers multiply dQ in turn, all of a visit's at once
+    THIRD: bool  # a third warpgroup loads tiles, multiplies dQ and adds it to a sum that was cleared
+    ALONE: bool  # beside it: no heads share their keys
     LOOPS: int  # over blocks of queries: 2, 3: those that need no mask have one of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
     ONCE: bool  # a program has one tile
@@ -116,9 +117,8 @@ class Plan:
     @property
     def DENSE(self) -> bool:
         """Whether dV is multiplied behind dS, consumers free queries and dO at named barriers, and blocks are masked
-        without a branch, all of them if there is one loop: what is fastest beyond head_dim 64 under a mask, and in
-        turn."""
-        return self.D > 64 and self.RIGHT and (not self.LEFT or self.LOOPS > 1) or self.IN_TURN
+        without a branch, all of them if there is one loop: what is fastest beyond head_dim 64 under a mask."""
+        return self.D > 64 and self.RIGHT and (not self.LEFT or self.LOOPS > 1)
 
 
 @gluon.constexpr_function
@@ -235,7 +235,10 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
 @gluon.jit
 def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     """What `visit` makes the first visit of."""
-    if PLAN.SHIFTED:
+    if PLAN.ALONE:
+        before = begin - 1 if PLAN.UP else begin + blocks
+        return before, hk, first + before
+    elif PLAN.SHIFTED:
         _, last = shifted_ends(begin, blocks, PLAN)
         return last, hk * sharing + sharing, first + sharing * stride + last
     elif PLAN.ABREAST:
@@ -251,7 +254,10 @@ def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr)
 def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     """The next block of queries that a tile visits, as `step` gives it; UP: in each head from the first to the last;
     ABREAST: of the next head, or, behind the first one, the block before of the last head."""
-    if PLAN.SHIFTED:
+    if PLAN.ALONE:
+        STEP: gl.constexpr = 1 if PLAN.UP else -1
+        return m + STEP, h, block + STEP
+    elif PLAN.SHIFTED:
         begun_at, last = shifted_ends(begin, blocks, PLAN)
         new = m == last
         if PLAN.RIGHT:
@@ -515,9 +521,9 @@ def claim_turn(turn):
 
 @gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
-    """Adds the pieces of dQ of consumer C to the sum; FIRST: those of the first keys that visit a block are stored, and
-    the others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before, SHIFTED:
-    for that of who comes before by the timetable."""
+    """Adds the pieces of dQ of consumer C to the sum: those of the first keys that visit a block are stored, and the
+    others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before, SHIFTED: for
+    that of who comes before by the timetable."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
@@ -556,27 +562,23 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             if PLAN.CLAIM:
                 if j >= AHEAD:
                     first_keys = claim_turn(at) == 0
-            elif PLAN.ORDERED or PLAN.FIRST:
+            else:
                 wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
             mbarrier.wait(dq_full.index(C), n & 1)
             if PLAN.CLAIM:
                 if j < AHEAD:
                     first_keys = claim_turn(at) == 0
             row = block * WIDE + C * (WIDE // 2)
-            if PLAN.FIRST:
-                if first_keys:
-                    tma.async_store(DQ, [row, 0], dq_s.index(C))
-                else:
-                    tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            if first_keys:
+                tma.async_store(DQ, [row, 0], dq_s.index(C))
             else:
                 tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(C), count=1)
             if PLAN.ORDERED:
                 pass_turn(at, index + 1)
-            elif PLAN.FIRST:
-                if first_keys:
-                    pass_turn(at, 1)
+            elif first_keys:
+                pass_turn(at, 1)
             n += 1
         turn += 1
         if PLAN.DYNAMIC:

@@ -23,9 +23,10 @@ from adatom.ops.attention.hopper_bwd_feed import (
     tile_told,
     tiles_in_all,
     told,
-    upwards,
     visit,
 )
+from adatom.ops.attention.hopper_bwd_third import walk_beside_third
+from adatom.ops.attention.hopper_bwd_tiles import cuts_of, edges_of, in_rows, masked, visits_of
 from adatom.tiles.hopper import (
     LOG2E,
     as_matrix,
@@ -34,7 +35,6 @@ from adatom.tiles.hopper import (
     gl,
     gluon,
     mbarrier,
-    named_arrive,
     named_sync,
     release,
     slot,
@@ -48,15 +48,14 @@ from adatom.tiles.hopper import (
 )
 
 BOTH = gl.constexpr(8)  # number of the named barrier of the two consumers
-TURN = gl.constexpr(11)  # and of those at which one waits for the other's dS, to multiply dQ in its turn
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
 def _dq_product(ds_s, n, k, C: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 32, 64 or 128]: its queries, or, if there
-    are 64 in all, its columns, or, IN_TURN, all."""
-    WIDE: gl.constexpr = PLAN.D if PLAN.IN_TURN else min(PLAN.D, 64)
+    """Begin to multiply this consumer's piece of dQ = dS K of visit n, [64, 32 or 64]: its queries, or, if there
+    are 64 in all, its columns."""
+    WIDE: gl.constexpr = min(PLAN.D, 64)
     zeros = gl.zeros([HALF, WIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16]))
     if PLAN.TILES:  # the tiles of both consumers side by side
         ds = ds_s.reinterpret(ds_s.dtype, [2, PLAN.BLOCK_M, BLOCK_N], ds_s.type.layout).index(n & 1)
@@ -64,7 +63,7 @@ def _dq_product(ds_s, n, k, C: gl.constexpr, PLAN: gl.constexpr):
         ds = ds_s.index(n & 1).permute((1, 0))
     if PLAN.D <= 64:
         ds = ds.slice(C * HALF, HALF, dim=0)
-    elif not PLAN.IN_TURN:
+    else:
         k = k.slice(C * HALF, HALF, dim=1)
     return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
@@ -81,22 +80,12 @@ def _keep_ds(ds, ds_s, n, part, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _in_rows(x):
-    """A [64, 32, 64 or 128] accumulator as [16, 32 or 64, 128], where a thread holds 16 bytes in a row and a warp 512,
-    so that nothing moves between threads; of 128 columns the first 64 lie ahead of the others."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    HALVES: gl.constexpr = max(COLUMNS // 64, 1)
-    x = x.reshape([4, 2, 8, HALVES, COLUMNS // HALVES // 8, 4, 2])
-    return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([COLUMNS // 2, 128])
-
-
-@gluon.jit
 def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.constexpr):
     """Begin to add piece n, an accumulator, to the sum in memory, in rows. ADDER: leave it to its warp. INSIDE: the sum
     is in shared memory, and each of its elements one thread's."""
     WIDE: gl.constexpr = dq.shape[1]
     _, _, _, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
-    dq = _in_rows(dq)
+    dq = in_rows(dq)
     if PLAN.INSIDE:
         if PLAN.TILES:
             tma.store_wait(0)
@@ -105,21 +94,20 @@ def _add_dq(dq, DQ, block, first, n, dq_s, bars, C: gl.constexpr, PLAN: gl.const
     else:
         if PLAN.ADDER:
             mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-        if not (PLAN.IN_TURN or PLAN.LEFT_TO_ADDER):
+        if not PLAN.LEFT_TO_ADDER:
             tma.store_wait(0)  # what was added or stored last has left shared memory
         dq_s.index(C).store(dq)
         fence_async_shared()
         if PLAN.ADDER:
             mbarrier.arrive(dq_full.index(C), count=1)
         else:
-            row = block * (WIDE // 2) if PLAN.IN_TURN else block * WIDE + C * (WIDE // 2)
-            tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
+            tma.async_atomic_add(DQ, [block * WIDE + C * (WIDE // 2), 0], dq_s.index(C))
 
 
 @gluon.jit
 def _nothing(D: gl.constexpr):
     """A piece of dQ of zeros, in rows."""
-    return _in_rows(gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])))
+    return in_rows(gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])))
 
 
 @gluon.jit
@@ -196,68 +184,6 @@ def _exponents(s, bias, lse, scale, softcap, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _edges(n0, len_q, len_k, left, right, C: gl.constexpr):
-    """(end, high, low): query j sees key i of a consumer if i < end and j + low <= i <= j + high."""
-    start = n0 + C * HALF
-    diagonal = len_k - len_q - start
-    return len_k - start, diagonal + right, diagonal - left
-
-
-@gluon.jit
-def _masked(s, row, edges, CUTS: gl.constexpr, PLAN: gl.constexpr):
-    """The scores [keys, queries] of queries row.., -inf where the query does not see the key, by what CUTS the loop's
-    blocks. None of them is left out: a branch costs registers. A place j among the queries is a constant but for bits 1
-    and 2, which are the thread's."""
-    if CUTS != "none" and (PLAN.RIGHT or not PLAN.EVEN_N):
-        end, high, low = edges
-        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-        j = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        if CUTS == "left":
-            seen = i - (row + low) - (j & 6) >= (j & ~6)
-        else:
-            seen = i < (HALF if PLAN.EVEN_N else end)
-            if PLAN.RIGHT:
-                seen = seen & (i - (row + high) - (j & 6) <= (j & ~6))
-            if PLAN.LEFT:
-                seen = seen & (i - (row + low) - (j & 6) >= (j & ~6))
-        s = gl.where(seen, s, float("-inf"))
-    return s
-
-
-@gluon.constexpr_function
-def _cuts(kind, plan):
-    """What cuts the blocks of loop number `kind`, of PLAN.LOOPS: "any" edge (there is one loop), the "right" one and,
-    in a narrow window, both, "none", or the "left" one alone. UP in this order, else the other way round. Of keys the
-    last of which do not exist all blocks count as cut by the "right" one."""
-    if plan.LOOPS == 1:
-        return "any"
-    if plan.SHIFTED:  # tiles that walk upwards have none in the last loop, the others in the first
-        return ("right", "none", "right")[kind]
-    return ("right", "none", "left")[kind if plan.UP else plan.LOOPS - 1 - kind]
-
-
-@gluon.jit
-def _visits(kind: gl.constexpr, span, ragged, PLAN: gl.constexpr):
-    """How many of a tile's blocks of queries loop number `kind` visits: those that `_cuts` names."""
-    CUTS: gl.constexpr = _cuts(kind, PLAN)
-    begin, whole_begin, whole_end, blocks = span
-    right = gl.minimum(whole_begin - begin, blocks)
-    if not PLAN.EVEN_N:  # of its keys the last do not exist
-        right = gl.where(ragged, blocks, right)
-    left = blocks * 0
-    if PLAN.LEFT:
-        left = gl.minimum(gl.maximum(begin + blocks - whole_end, 0), blocks - right)
-    if PLAN.SHIFTED and kind != 1:  # upwards first, downwards last
-        return gl.where(upwards(begin, blocks, PLAN) == (kind == 0), right, 0)
-    elif CUTS == "right":
-        return right
-    elif CUTS == "left":
-        return left
-    else:
-        return blocks - right - left
-
-
-@gluon.jit
 def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C: gl.constexpr,
           PLAN: gl.constexpr):
     """dK and dV of a consumer's keys, which lie in buffer i_kv, and its pieces of dQ, over all blocks of queries; also
@@ -296,14 +222,14 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
     sums = gl.zeros([HALF, 8], gl.float32, EIGHT)
     keys = n0 + C * HALF + gl.arange(0, HALF, layout=KEYS)
     m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
-    edges = _edges(n0, len_q, len_k, left, right, C)
+    edges = edges_of(n0, len_q, len_k, left, right, C)
     ragged = edges[0] < HALF
     LOOPS: gl.constexpr = PLAN.LOOPS
     start = n
     ONE_ROUND: gl.constexpr = LOOPS == 1 or PLAN.ABREAST  # of all heads, not one for each
     for _round in range(1 if ONE_ROUND else sharing):
         for kind in gl.static_range(LOOPS):
-            visits = _visits(kind, span, ragged, PLAN) if LOOPS > 1 else blocks
+            visits = visits_of(kind, span, ragged, PLAN) if LOOPS > 1 else blocks
             for j in range(visits * sharing if ONE_ROUND else visits):
                 begun = n > start if LOOPS > 1 else j > 0  # and dQ of the block before is still to be multiplied
                 before = block
@@ -333,7 +259,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                     bias = _full_bias(key_bias, bias_s, bias_full, bias_empty, n * PARTS + part, C, PLAN, S)
                     s, slope = _exponents(s, bias, lse, scale, softcap, PLAN)
                     if PLAN.DENSE or LOOPS > 1:
-                        s = _masked(s, m * BLOCK_M + part * PART, edges, _cuts(kind, PLAN), PLAN)
+                        s = masked(s, m * BLOCK_M + part * PART, edges, cuts_of(kind, PLAN), PLAN)
                     elif LEFT or RIGHT or not PLAN.EVEN_N:
                         cut = ragged
                         if RIGHT:
@@ -384,26 +310,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                         do = do_s.index(i).slice(part * PART + PART, PART, dim=0)
                         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 fence_async_shared()
-                if PLAN.IN_TURN:
-                    tma.store_wait(0)  # for `_add_dq`, but here nobody waits: else Triton puts barriers on the way
-                    gl.barrier()
-                    dk = warpgroup_mma(ds16, q, dk, is_async=True)
-                    mine = (n & 1) == C
-                    if mine:
-                        named_sync(TURN + C, 256)  # dS of all 128 keys is in shared memory
-                    else:
-                        named_arrive(TURN + 1 - C, 256)
-                    dv = warpgroup_mma_wait(1, deps=(dv,))  # dV, dK
-                    if mine:
-                        dq = _dq_product(ds_s, n, all_k, C, PLAN)
-                        dv = warpgroup_mma_wait(1, deps=(dv,))  # dK, dQ
-                        rows_read(n, STAGES)
-                        dq = warpgroup_mma_wait(0, deps=(dq,))
-                        _add_dq(dq, DQ, block, first, n, dq_s, bars, C, PLAN)
-                    else:
-                        dv = warpgroup_mma_wait(0, deps=(dv,))
-                        rows_read(n, STAGES)
-                elif LATE or PLAN.DQ_BEHIND:
+                if LATE or PLAN.DQ_BEHIND:
                     dk = warpgroup_mma(ds16, q, dk, is_async=True)
                     if LATE:
                         mbarrier.arrive(ds_full.index(n & 1), count=1)
@@ -425,8 +332,7 @@ def _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, s
                 else:
                     dk = warpgroup_mma_wait(0, deps=(dk,))
                 if PLAN.DENSE:
-                    if not PLAN.IN_TURN:
-                        rows_read(n, STAGES)
+                    rows_read(n, STAGES)
                 else:
                     release(q_empty, n, STAGES)
                 n += 1
@@ -481,7 +387,7 @@ def _store(X, Pointer, x, tile, rows, counts, PLAN: gl.constexpr, DIM: gl.conste
 def _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN: gl.constexpr):
     """Write dV and dK; ahead of dK wait until dV has left, if it goes by way of the same memory."""
     _store(DV, DVPtr, dv, place_dv, rows, counts, PLAN, PLAN.HEAD_DIM_V)
-    if not PLAN.LATE and PLAN.D > 64 and not PLAN.IN_TURN:
+    if not PLAN.LATE and PLAN.D > 64:
         tma.store_wait(1 if PLAN.ONCE else 0)
     _store(DK, DKPtr, dk, place_dk, rows, counts, PLAN, PLAN.HEAD_DIM)
 
@@ -501,9 +407,9 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROOM: gl.constexpr = 2 if PLAN.IN_TURN else 128 // max(D, 64)  # for so many results
+    ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
     _, v_s, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
-    k_full, v_full, kv_empty, _, _, _, _, _, _, dq_empty, _, _ = bars
+    k_full, v_full, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
     n_tiles = tiles_in_all(Order, counts, PLAN)
@@ -529,7 +435,10 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
             _clear_keys(n0, len_k, i_kv, tiles, C)
         dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
         dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
-        dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
+        if PLAN.THIRD:
+            dk, dv, n = walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, C, PLAN)
+        else:
+            dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
         release(kv_empty, turn, KV_STAGES)
         turn += 1
         if PLAN.LATE:  # this consumer's part of what both have read: dS of the visit before the last
@@ -544,6 +453,8 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
         else:
             if PLAN.ADDER:
                 mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+            if PLAN.THIRD:
+                mbarrier.wait(dq_full.index(0), (turn & 1) ^ 1)
             if not PLAN.ONCE:
                 tma.store_wait(0)
             room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
@@ -563,6 +474,9 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
                 _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN)
         else:
             _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN)
+        if PLAN.THIRD and not PLAN.ONCE:
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty.index(0), count=1)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)

@@ -21,7 +21,9 @@ _FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few 
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
 _LONG = 4096  # queries from which on some ways are faster
-_CLEARED = 8192  # queries from which on, upwards beyond head_dim 64, a cleared sum is no slower than claims
+_THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
+# repays that the sum of dQ is cleared; under a causal mask from _LONG on, and where heads share keys from
+_THIRD_SHARED = 3000
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 _L2_SHIFTED = 36 * 2**20  # the same by a timetable, where parts of several heads go together
@@ -44,6 +46,11 @@ class Config(NamedTuple):
     spill: int = 512
 
 
+def beside_third(config: Config) -> Config:
+    """How the kernel is tiled where a third warpgroup multiplies dQ (hopper_bwd_third.py)."""
+    return config._replace(stages=3, registers=216)
+
+
 # (head_dim in memory, whether the work of programs is unequal) -> tile
 CONFIGS: dict[tuple[int, bool], Config] = {
     (32, False): Config(128, 2, 2, 240, resident=True, late=True, tiles="dynamic"),
@@ -64,7 +71,7 @@ class Way(NamedTuple):
     up: bool = False
     abreast: bool = False
     timetable: tuple[int, int] | None = None  # SHIFTED: tiles of a head that run together, heads that do
-    in_turn: bool = False
+    third: bool = False
     loops: int = 1
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
@@ -151,13 +158,13 @@ def way_of(work: Work) -> Way:
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
         return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
-    if tiles == "static" and plain and long:
-        return Way(tiles, in_turn=True, cut=True)
+    if wide and plain and not (look or window or lens or softcap or call.varlen):
+        fewer, more = sorted((call.len_q, call.len_k))
+        if fewer >= (_THIRD_SHARED if shared else _LONG) if edge else fewer >= _THIRD[0] and more >= _THIRD[1]:
+            return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
     if tiles == "static":
         first = first and (plain or work.full)
     up = first and causal and work.dim > 32 and (wide or not look) and (long or wide and not shared)
-    if up and plain and wide and not look and not shared and call.len_q >= _CLEARED:
-        return Way(tiles, up=True, loops=loops)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
 
