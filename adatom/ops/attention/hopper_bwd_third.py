@@ -168,12 +168,12 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
         _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n, tiles, bars, PLAN)
         for c in gl.static_range(2):
             load_tile(V, b_k, hk // splits, n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
-        now = block  # blocks of queries of this visit, of the next one, and (block) of the last that was loaded
         if visits > 1:
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
             _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n + 1, tiles, bars, PLAN)
-        next = block
+        here, head, now = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)  # of what is multiplied
         for j in range(visits):
+            here, head, now = visit(here, head, now, hk, begin, blocks, sharing, stride, PLAN)
             # `together`, which is 0 but the compiler doesn't know: else it works out ahead of all visits where operands
             # lie, and spills that
             zero = n * counts[-1][3]
@@ -198,8 +198,6 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
             dq_s.index(1).store(in_rows(dq))
             fence_async_shared()
             tma.async_atomic_add(DQ, [now * 64 + 32, 0], dq_s.index(1))
-            now = next
-            next = block
             n += 1
         tma.store_wait(0)
         mbarrier.arrive(added.index(0), count=1)
