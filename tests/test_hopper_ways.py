@@ -1,4 +1,4 @@
-"""The ways that the Hopper backward goes: who takes turns, who claims, which tiles are cut, which blocks are masked."""
+"""The ways of the Hopper backward: who multiplies dQ, who claims, which tiles are cut, which blocks are masked."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ A program owns 128 keys, each consumer 64 of them, and walks over blocks of quer
 from the last to the first (Plan.UP: upwards; Plan.ABREAST: a block of all heads, then the next one); under a causal
 mask of a few of these heads, and what programs find for one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T
 are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and dK. dS also goes through shared
-memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a float32 sum in memory by TMA;
-or, Plan.THIRD, what is fastest at head_dim 128 for long sequences, a third warpgroup does both, and what the producer
-does (hopper_bwd_third.py). A kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py).
+memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a float32 sum in memory by TMA.
+Plan.THIRD, fastest beyond head_dim 64 for long sequences: a third warpgroup does both, and what the producer does
+(hopper_bwd_third.py). A kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py).
 Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first), and others wait
@@ -93,7 +93,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
     is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
     pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile that
-    is cut. together: SHIFTED, tiles of a head that run together.
+    is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
@@ -122,10 +122,10 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
         q_empty = make_barriers(STAGES, 2)
         do_empty = make_barriers(STAGES, 2)
     if THIRD:
-        ds_full = make_barriers(2, 1)  # rather empty
-        dq_full = make_barriers(1, 1)
+        ds_full = make_barriers(2, 1)  # rather empty: it has multiplied what consumers left there
+        dq_full = make_barriers(1, 1)  # it has added all of a tile
         if not ONCE:
-            dq_empty = make_barriers(1, 2)
+            dq_empty = make_barriers(1, 2)  # dK and dV of a tile have left
     if LATE and not DQ_BEHIND:
         ds_full = make_barriers(2, 2)
     if ADDER:

@@ -234,7 +234,7 @@ def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
 
 @gluon.jit
 def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr):
-    """What `visit` makes the first visit of."""
+    """What `visit` makes the first visit of; ALONE: of the only head."""
     if PLAN.ALONE:
         before = begin - 1 if PLAN.UP else begin + blocks
         return before, hk, first + before

@@ -142,7 +142,8 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
     """Loads tiles for the consumers, multiplies their dQ, and adds it to the sum.
 
     When both have written dS of a visit they are done with the one before, and its buffer of queries and dO takes those
-    of the visit after the next. dK and dV leave by way of dQ's memory: between tiles it is handed over and back.
+    of the visit after the next. dK and dV leave by way of dQ's memory: between tiles it is handed over (`added`) and
+    back (`stored`).
     """
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, _, _, _ = tiles

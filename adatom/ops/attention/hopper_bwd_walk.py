@@ -1,4 +1,4 @@
-"""The consumers of the Hopper backward: they multiply what the producer loads, each for 64 of a tile's 128 keys.
+"""The consumers of the Hopper backward: they multiply what others load, each for 64 of a tile's 128 keys.
 
 A full bias comes by tiles [queries, keys] that the producer brings along; they are read transposed. Where each tile of
 its gradient has one owner, dS is transposed back on its way to shared memory, and stored from there as it is. The
@@ -403,7 +403,7 @@ def _keep_piece(Pieces, x, number, C: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, C: gl.constexpr,
              PLAN: gl.constexpr):
-    """Multiplies what the producer loads."""
+    """Multiplies what the producer or the third warpgroup loads."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -453,7 +453,7 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
         else:
             if PLAN.ADDER:
                 mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-            if PLAN.THIRD:
+            if PLAN.THIRD:  # has added all that it multiplied
                 mbarrier.wait(dq_full.index(0), (turn & 1) ^ 1)
             if not PLAN.ONCE:
                 tma.store_wait(0)

@@ -22,8 +22,8 @@ _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
-# repays that the sum of dQ is cleared; under a causal mask from _LONG on, and where heads share keys from
-_THIRD_SHARED = 3000
+# repays that the sum of dQ is cleared; under a causal mask from _LONG on
+_THIRD_SHARED = 3000  # the same under a causal mask where heads share keys
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 _L2_SHIFTED = 36 * 2**20  # the same by a timetable, where parts of several heads go together
