@@ -378,10 +378,11 @@ def build_all(specs: list[Spec], jobs: int, advance: Callable[[Report], None]) -
     todo = list(range(len(specs)))
     workers = jobs
     while todo:
-        fork, ignore = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
-        with ProcessPoolExecutor(workers, fork, signal.signal, ignore) as pool:
-            futures = {pool.submit(_build_nth, n): n for n in (todo if workers > 1 else todo[:1])}
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
             try:
+                held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # what is forked here never sees one
+                futures = {pool.submit(_build_nth, n): n for n in (todo if workers > 1 else todo[:1])}
+                signal.pthread_sigmask(signal.SIG_SETMASK, held)
                 for future in as_completed(futures):
                     n = futures[future]
                     try:

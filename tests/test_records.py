@@ -96,8 +96,7 @@ HANGING = """
 import time
 from adatom import compile
 from types import SimpleNamespace
-compile.build = lambda spec: time.sleep(600)
-print("ready", flush=True)
+compile.build = lambda spec: (print("ready", flush=True), time.sleep(600))
 compile.build_all([SimpleNamespace()] * 8, 2, lambda report: None)
 """
 
@@ -108,8 +107,8 @@ def test_an_interrupted_compilation_ends_at_once_and_leaves_no_process() -> None
         [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            time.sleep(2)  # for the workers to be there
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2  # both workers are there
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
             assert process.wait(30) == -signal.SIGINT
             with pytest.raises(ProcessLookupError):
