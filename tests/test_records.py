@@ -93,9 +93,11 @@ def test_all_rivals_may_be_named_beside_others() -> None:
 
 
 HANGING = """
+import signal
 import time
 from adatom import compile
 from types import SimpleNamespace
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it, and their children
 compile.build = lambda spec: (print("ready", flush=True), time.sleep(600))
 compile.build_all([SimpleNamespace()] * 8, 2, lambda report: None)
 """
