@@ -117,8 +117,10 @@ class Plan:
     @property
     def DENSE(self) -> bool:
         """Whether dV is multiplied behind dS, consumers free queries and dO at named barriers, and blocks are masked
-        without a branch, all of them if there is one loop: what is fastest beyond head_dim 64 under a mask."""
-        return self.D > 64 and self.RIGHT and (not self.LEFT or self.LOOPS > 1)
+        without a branch, all of them if there is one loop: what is fastest beyond head_dim 64 under a mask, and with a
+        softcap."""
+        right = self.RIGHT and (not self.LEFT or self.LOOPS > 1)
+        return self.D > 64 and (right or self.SOFTCAP and not self.LEFT)
 
 
 @gluon.constexpr_function
