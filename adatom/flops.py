@@ -51,8 +51,7 @@ def _linear(x: Any, weight: Any, up: Any, *_: Any, **__: Any) -> int:
 
 def _linear_bwd(*args: Any, **__: Any) -> int:
     activation, gated, kept, need_x, need_weight = args[4], args[5], args[8], args[10], args[11]
-    again = kept is None and (gated or activation != "none")
-    return (need_x + need_weight + again) * _linear(*args[:3])
+    return (need_x + need_weight + (kept is None and (gated or activation != "none"))) * _linear(*args[:3])
 
 
 def _linear_bwd_into(*args: Any, **__: Any) -> int:

@@ -14,7 +14,14 @@ Tensor = torch.Tensor
 
 def on_device(launch: Callable[..., Any], like: Tensor, *args: Any) -> Any:
     """launch(*args), with the device of `like` the current one, and without autocast, which would cast the products of
-    PyTorch's rows once more: what it casts, it casts before an operator."""
+    PyTorch's rows once more: what it casts, it casts before an operator. In deterministic mode also without its filling
+    of new tensors: launchers write each element before it is read."""
+    if torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory():
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
+        try:
+            return on_device(launch, like, *args)
+        finally:
+            torch._C._set_deterministic_fill_uninitialized_memory(True)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(like.device.type):
         with torch.autocast(like.device.type, enabled=False):
             return on_device(launch, like, *args)
@@ -42,8 +49,7 @@ def vmap_rule(name: str) -> Any:
         calls = [op(*(one(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(max(n, 1))]
         if isinstance(calls[0], Tensor):
             return torch.stack(calls)[:n], 0
-        results = tuple(torch.stack(r)[:n] for r in zip(*calls))
-        return results, (0,) * len(results)
+        return tuple(torch.stack(r)[:n] for r in zip(*calls)), (0,) * len(calls[0])
 
     return rule
 

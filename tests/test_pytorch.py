@@ -329,6 +329,40 @@ def test_autocast_casts_what_operators_take_and_nothing_inside(options):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_mode_fills_no_tensor_of_a_launch(monkeypatch, deterministic, filled):
+    """Each element of which is written; and the setting is what it was afterwards, also when a launch raises."""
+    setting = torch.utils.deterministic
+    x, seen = torch.randn(1, 2, 5, 8, requires_grad=True), []
+
+    def spy(launch, like, *args):
+        def watched(*args):
+            seen.append(setting.fill_uninitialized_memory)
+            return launch(*args)
+
+        return on_device(watched, like, *args)
+
+    def fail():
+        raise ZeroDivisionError
+
+    on_device = op.on_device
+    monkeypatch.setattr(op, "on_device", spy)
+    before, mode = setting.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(deterministic)
+        setting.fill_uninitialized_memory = filled
+        adatom.attention(x, x, x, backend="torch").sum().backward()
+        assert x.grad.isfinite().all() and setting.fill_uninitialized_memory == filled
+        with pytest.raises(ZeroDivisionError):
+            on_device(fail, x)
+        assert setting.fill_uninitialized_memory == filled
+    finally:
+        torch.use_deterministic_algorithms(mode)
+        setting.fill_uninitialized_memory = before
+    assert seen and set(seen) == {filled and not deterministic}
+
+
 def plain(q, k, v):
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
 
