@@ -90,9 +90,7 @@ def test_which_problems_multiply_dq_from_ds(ordered):
         assert made.main.meta["DQ_BEHIND"] == stored, (dim, length, options)
         if stored:
             assert made.sums == 0 and not made.turns and made.behind.kernel.fn.__name__ == "_dq_kernel"
-            assert not any(
-                made.main.meta[name] for name in ("ADDER", "ORDERED", "FIRST", "CLAIM", "UP", "SHIFTED", "CUT")
-            )
+            assert not any(made.main.meta[name] for name in ("ORDERED", "FIRST", "CLAIM", "UP", "SHIFTED", "CUT"))
 
 
 def test_both_rows_are_the_same_where_ds_is_stored():

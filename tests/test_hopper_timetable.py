@@ -145,7 +145,7 @@ def shift_of(batch, heads, length, causal=False, bias=None, kv_heads=None, dim=1
     if not meta["SHIFTED"]:
         return None
     assert meta["ONCE"] and not (meta["UP"] or meta["ABREAST"] or meta["CUT"] or meta["CLAIM"])
-    assert meta["LOOPS"] == (3 if causal and not bias and (dim <= 64 or length >= 4096 or length % 128) else 1)
+    assert meta["LOOPS"] == (3 if causal and not bias and (dim <= 64 or length >= 2048 or length % 128) else 1)
     return at["together"], at["group"]
 
 

@@ -168,6 +168,16 @@ _PASS_TURN = gl.constexpr("""cp.async.bulk.wait_group 0;
 bar.warp.sync -1;
 st.release.gpu.global.s32 [$1], $2;
 mov.u32 $0, 0;""")
+_PASS_TURN_AND_LOOK = gl.constexpr("""{
+.reg .b32 seen;
+ld.relaxed.gpu.global.s32 seen, [$3];
+cp.async.bulk.wait_group 0;
+bar.warp.sync -1;
+fence.acq_rel.gpu;
+st.relaxed.gpu.global.s32 [$1], $2;
+fence.proxy.async.global;
+mov.u32 $0, seen;
+}""")
 
 
 @gluon.jit
@@ -181,6 +191,14 @@ def wait_turn(turn, number):
 def pass_turn(turn, number):
     """Of a single warp: wait until all that it stores or adds by TMA is in memory, then write the number."""
     gl.inline_asm_elementwise(_PASS_TURN, "=r,l,r", [turn, number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn_and_look(turn, number, following):
+    """`pass_turn`, and meanwhile look at another turn, and tell it: who finds there what it would `wait_turn` for need
+    not do that."""
+    args = [turn, number, following]
+    return gl.inline_asm_elementwise(_PASS_TURN_AND_LOOK, "=r,l,r,l", args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 # -- tiles of the result, one after the other -------------------------------------------------------------------------

@@ -8,15 +8,15 @@ from the last to the first (Plan.UP: upwards; Plan.ABREAST: a block of all heads
 mask of a few of these heads, and what programs find for one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T
 are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and dK. dS also goes through shared
 memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a float32 sum in memory by TMA.
-Plan.THIRD, fastest beyond head_dim 64 for long sequences: a third warpgroup does both, and what the producer does
-(hopper_bwd_third.py). A kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py).
+Plan.THIRD, fastest beyond head_dim 64 for long sequences: a third warpgroup multiplies dQ (hopper_bwd_third.py). A
+kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py).
 Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
 
 The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM: whoever comes first), and others wait
 for that; or the kernel ahead clears the sum (not Plan.FIRST). They add in whatever order they come to it, which alone
 varies from run to run: dK and dV repeat bit for bit, dQ but for rounding. ORDERED: at each block of queries they wait
 for the keys before, or, where tiles walk upwards, behind, or (Plan.SHIFTED) for who comes earlier by a timetable
-(hopper_bwd_feed.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
+(hopper_bwd_adder.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
 
 Where the gradient of a full bias is dS itself, tile by tile, the kernel behind may multiply dQ from it
 (Plan.DQ_BEHIND): then nobody sums dQ, and consumers do not meet.
@@ -26,11 +26,12 @@ from typing import NamedTuple
 
 import torch
 
+from adatom.ops.attention.hopper_bwd_adder import adder
 from adatom.ops.attention.hopper_bwd_bias import bias_pass
 from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_pieces
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, dq_behind, ends
-from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, adder, make_plan, producer
-from adatom.ops.attention.hopper_bwd_third import THIRD_REGISTERS, third
+from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, make_plan, producer
+from adatom.ops.attention.hopper_bwd_third import THIRD_REGISTERS, third, third_in_order
 from adatom.ops.attention.hopper_bwd_walk import consumer
 from adatom.ops.attention.hopper_bwd_ways import (
     CONFIGS,
@@ -75,7 +76,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 len_q, len_k, left, right, n_tiles, whole, pieces, together, scale, softcap, D: gl.constexpr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
                 RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
-                ADDER: gl.constexpr, ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
+                ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
                 ABREAST: gl.constexpr, SHIFTED: gl.constexpr, THIRD: gl.constexpr, ALONE: gl.constexpr,
                 LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
                 BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
@@ -95,7 +96,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile that
     is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies.
     """
-    PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ADDER, ORDERED,
+    PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
                                    BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, DQ_BEHIND, SUMS,
                                    WIDE, INSIDE, KV_STAGES)
@@ -112,7 +113,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     number_s = gl.allocate_shared_memory(gl.int32, [4 * KV_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = make_barriers(KV_STAGES, 1)
     v_full = make_barriers(KV_STAGES, 2)
-    kv_empty = make_barriers(KV_STAGES, 4 if ADDER and DYNAMIC else 2)
+    kv_empty = make_barriers(KV_STAGES, 4 if PLAN.ADDER and DYNAMIC else 2)
     q_full = make_barriers(STAGES, 1)
     do_full = make_barriers(STAGES, 1)
     # what nobody looks at is not made (`make_barriers`)
@@ -122,13 +123,12 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
         q_empty = make_barriers(STAGES, 2)
         do_empty = make_barriers(STAGES, 2)
     if THIRD:
-        ds_full = make_barriers(2, 1)  # rather empty: it has multiplied what consumers left there
-        dq_full = make_barriers(1, 1)  # it has added all of a tile
-        if not ONCE:
-            dq_empty = make_barriers(1, 2)  # dK and dV of a tile have left
+        ds_full = make_barriers(2, 1)  # rather empty: the third warpgroup has multiplied what consumers left there
+        if not PLAN.ADDER:
+            dq_full = make_barriers(1, 1)  # it has added all of a tile
     if LATE and not DQ_BEHIND:
         ds_full = make_barriers(2, 2)
-    if ADDER:
+    if PLAN.ADDER:
         dq_full = make_barriers(2, 1)
         dq_empty = make_barriers(2, 1)
     if BIAS == FULL:
@@ -148,13 +148,23 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces, together))
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
-    if THIRD:
+    if THIRD and PLAN.ADDER:
+        gl.static_assert(ONCE)
+        gl.warp_specialize([
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
+            (third_in_order, (Order, Lens, tiles, bars, counts, PLAN)),
+            (producer, (Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, slices, PLAN)),
+            (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 0, PLAN)),
+            (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 1, PLAN)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, THIRD_REGISTERS, 24, 24, 24])  # fmt: skip
+    elif THIRD:
         gl.warp_specialize([
             (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
             (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
             (third, (Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN)),
         ], [4, 4], [REGISTERS, THIRD_REGISTERS])  # fmt: skip
-    elif ADDER:
+    elif PLAN.ADDER:
         gl.warp_specialize([
             (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
             (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
@@ -244,15 +254,14 @@ def _launches(
     ordered = ordered and summed
     work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, summed, dbias.sums, n_heads, n_tiles)
     way = way_of(work)
-    config = beside_third(config) if way.third else config
+    config = beside_third(config, ordered) if way.third else config
     rows, least, group = in_flight(work, way)
-    turns = ordered or way.first
     m, n = config.block_m, BLOCK_N.value
     n_m = blocks_of_head(call, m)
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
     before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=summed and not way.first,
-                          TURNS=turns, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
+                          TURNS=way.first, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
     sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms
     rest = n_tiles % sms  # of the last round, of programs that take tiles in turn
     pieces, whole = pieces_of(rest, n_m, sharing, sms) if way.cut else 1, n_tiles - rest
@@ -281,9 +290,9 @@ def _launches(
         {
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
-            "ADDER": turns, "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
+            "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
             "ABREAST": way.abreast, "SHIFTED": way.timetable is not None, "THIRD": way.third,
-            "ALONE": way.third and sharing == 1, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
+            "ALONE": way.third and sharing == 1 and not ordered, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "DQ_BEHIND": stored,
@@ -300,7 +309,7 @@ def _launches(
     added = None
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
-    return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, turns,
+    return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, way.first,
                     dbias, plain, splits, (units - whole, 2, n, dim))
 
 

@@ -1,33 +1,5 @@
-"""The warps of the Hopper backward that multiply nothing: one loads tiles, one for each consumer adds its dQ in order.
-
-Also what all of them agree on: which tile is whose, and which blocks of queries it visits, from the last to the first.
-
-The order of the sums: pieces of dQ of a block of queries are added by ascending keys. Each has a number in memory, that
-of the blocks of keys that are through with it, and waits until it is that of the keys before, if those visit the block.
-Every tile visits its blocks in one order, all heads from the last to the first, and the blocks of each (ABREAST: the
-blocks, and all heads of each). A tile waits only for that of the keys before, which has a lower number, and tiles are
-taken by number: whoever is waited for is running or done. The tile with the lowest number of those that run waits for
-nobody, so that one always goes on. What runs beside it, and how many programs there are, does not matter. Where sums
-need no order, all wait for the first keys that visit the block, and for nobody else; or, CLAIM, for whoever claimed its
-piece, so that tiles may be taken in any order. Who adds to a sum that was cleared ahead needs none of this.
-
-Under a causal mask or a window sums in order may go by descending keys, and tiles upwards (DESCENDING): the last keys
-see the fewest queries and begin at the diagonal, where nobody was before them. The keys before begin no sooner, and one
-or two blocks further down, so that they come to a block when the others have left it, and hardly ever wait. "Before"
-means behind then, in all that was said.
-
-SHIFTED, tiles that run together are at different blocks of queries, and add to each in the order in which they would
-come to it if all began together and took as long for each visit (`place_in_sum`; Qiang et al., arXiv:2601.21824). So
-hardly anybody waits, however few tiles there are. But tiles also wait for some of higher numbers, which may not have
-begun: all that run together must find room on the GPU. By the timetable each visit waits for earlier ones alone, or, of
-those at one time, for those of higher numbers: the first that is not made yet can always be made.
-
-Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
-wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
-before, and all who visit it go through its heads and blocks in one order: whoever is waited for is ahead of nobody at
-the lowest block. In the tile before it could be any block, and two programs could wait for each other. So the first
-AHEAD visits of a tile claim when they have the piece.
-"""
+"""The warp of the Hopper backward that loads tiles, and what all warps agree on: which tile is whose, and which blocks
+of queries it visits, from the last to the first."""
 
 from dataclasses import dataclass
 
@@ -41,13 +13,8 @@ from adatom.tiles.hopper import (
     load_tile,
     load_tile_and_numbers,
     mbarrier,
-    pass_turn,
-    release,
     slot,
-    tma,
     wait_empty,
-    wait_full,
-    wait_turn,
 )
 
 BLOCK_N = gl.constexpr(128)  # keys of a program
@@ -58,6 +25,7 @@ QUERY = gl.constexpr(2)
 FULL = gl.constexpr(3)
 APART = gl.constexpr(2)  # blocks of queries that tiles of a timetable begin apart, if there is room
 AHEAD = gl.constexpr(2)  # visits of a tile that one warp which adds dQ may be ahead of the other
+DS_WRITTEN = gl.constexpr(13)  # number of a named barrier: both consumers have written the first buffer of dS
 ROWS_READ = gl.constexpr(9)  # number of a named barrier: consumers have read the first buffer of queries and dO
 
 
@@ -74,15 +42,15 @@ class Plan:
     EVEN_N: bool  # all blocks of keys are whole
     LENS: bool
     VARLEN: bool
-    ADDER: bool  # a warp for each consumer adds its dQ
     ORDERED: bool
     FIRST: bool  # the first piece of a sum of dQ is stored: nobody has cleared it
     CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     ABREAST: bool  # tiles visit a block of queries of all heads that share their keys, then the next block
     SHIFTED: bool  # in order: tiles that run together are at different blocks, and none waits for long
-    THIRD: bool  # a third warpgroup loads tiles, multiplies dQ and adds it to a sum that was cleared
-    ALONE: bool  # beside it: no heads share their keys
+    THIRD: bool  # a third warpgroup multiplies dQ; it also loads tiles, and adds dQ to a sum that was cleared, but for
+    # ORDERED, where other warps load and add
+    ALONE: bool  # beside it, not ORDERED: no heads share their keys
     LOOPS: int  # over blocks of queries: 2, 3: those that need no mask have one of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
     ONCE: bool  # a program has one tile
@@ -100,6 +68,11 @@ class Plan:
     WIDE: bool  # dK and dV are parts in float32, which float16 may not hold
     INSIDE: int  # a program has whole heads and sums their dQ, so many blocks of queries, in shared memory; or 0
     KV_STAGES: int
+
+    @property
+    def ADDER(self) -> bool:
+        """Whether a warp for each half of dQ adds it."""
+        return self.FIRST
 
     @property
     def DESCENDING(self) -> bool:
@@ -128,24 +101,42 @@ def make_plan(*fields):
     return Plan(*fields)
 
 
-_ARRIVE = gl.constexpr("bar.arrive $1, 288; mov.u32 $0, 0;")
-_SYNC = gl.constexpr("bar.sync $1, 288; mov.u32 $0, 0;")
+@gluon.constexpr_function
+def _come_to(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def come_to(number, KIND: gl.constexpr, THREADS: gl.constexpr):
+    """Come to a named barrier of so many threads: "arrive", each warp for itself (for a barrier in memory they would
+    first meet), or "sync", and wait. With a number known when compiling: `named_sync` (tiles/hopper.py)."""
+    gl.inline_asm_elementwise(_come_to(KIND, THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def rows_read(n, STAGES: gl.constexpr):
-    """DENSE: say that this consumer has read queries and dO of visit n. Each of its warps says so for itself:
-    for a barrier in memory they would first meet."""
-    number = ROWS_READ + slot(n, STAGES)
-    gl.inline_asm_elementwise(_ARRIVE, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    """DENSE: say that this consumer has read queries and dO of visit n."""
+    come_to(ROWS_READ + slot(n, STAGES), "arrive", 288)
 
 
 @gluon.jit
 def wait_rows_read(n, STAGES: gl.constexpr):
     """Wait until both consumers have read what lies where queries and dO of visit n will lie."""
     if n >= STAGES:
-        number = ROWS_READ + slot(n, STAGES)
-        gl.inline_asm_elementwise(_SYNC, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+        come_to(ROWS_READ + slot(n, STAGES), "sync", 288)
+
+
+@gluon.jit
+def ds_written(n, PLAN: gl.constexpr):
+    """THIRD: say that this consumer has written dS of visit n."""
+    come_to(DS_WRITTEN + (n & 1), "arrive", 416 if PLAN.ADDER else 384)
+
+
+@gluon.jit
+def wait_ds_written(n, PLAN: gl.constexpr):
+    """Wait until both consumers have written dS of visit n, and are done with queries and dO of the one before. Who
+    waits for one visit waits for each."""
+    come_to(DS_WRITTEN + (n & 1), "sync", 416 if PLAN.ADDER else 384)
 
 
 @gluon.jit
@@ -465,7 +456,10 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
             i = slot(n, STAGES)
             row = block * BLOCK_M
-            if PLAN.DENSE:
+            if PLAN.THIRD:
+                if j > 1:
+                    wait_ds_written(n - 2, PLAN)
+            elif PLAN.DENSE:
                 wait_rows_read(n, STAGES)
             else:
                 wait_empty(q_empty, n, STAGES)
@@ -473,7 +467,7 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
             if j == 0:
                 for c in gl.static_range(2):
                     load_tile(V, b_k, hk // splits, n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
-            if not PLAN.DENSE:
+            if not (PLAN.DENSE or PLAN.THIRD):
                 wait_empty(do_empty, n, STAGES)
             load_tile_and_numbers(DOut, b_q, h, m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
                                   delta_s.index(i))
@@ -486,6 +480,10 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
                         load_tile(Bias, b // repeats * bias_b, h * bias_h, m * BLOCK_M + part * PART, n0 + c * HALF,
                                   bias_full.index(i_bias), bias_s.index(i_bias * 2 + c))
             n += 1
+        if PLAN.THIRD:
+            if blocks * sharing > 1:
+                wait_ds_written(n - 2, PLAN)
+            wait_ds_written(n - 1, PLAN)
         turn += 1
         if PLAN.DYNAMIC:  # not sooner: it is no program's as long as another may be free earlier
             t = gl.atomic_add(Taken, 1, sem="relaxed")
@@ -496,95 +494,3 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
         wait_empty(kv_empty, turn, PLAN.KV_STAGES)
         tell(n_tiles, 0, 0, 0, number_s, turn, PLAN)
         mbarrier.arrive(k_full.index(i_kv), count=1)
-
-
-_CLAIM_TURN = gl.constexpr("""{
-.reg .pred early; .reg .b32 lane, turn, now;
-mov.u32 lane, %laneid;
-mov.u32 turn, 0;
-setp.eq.u32 early, lane, 0;
-@early atom.acquire.gpu.global.cas.b32 turn, [$1], 0, -1;
-shfl.sync.idx.b32 turn, turn, 0, 31, -1;
-bar.warp.sync -1;
-mov.u32 now, turn;
-again: setp.eq.s32 early, now, -1;
-@early ld.acquire.gpu.global.s32 now, [$1];
-@early bra again;
-fence.proxy.async.global;
-mov.u32 $0, turn;
-}""")
-
-
-@gluon.jit
-def claim_turn(turn):
-    """Of a single warp: 0 if it is the first to ask, who then passes the turn on; else wait until that is done."""
-    return gl.inline_asm_elementwise(_CLAIM_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
-    """Adds the pieces of dQ of consumer C to the sum: those of the first keys that visit a block are stored, and the
-    others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before, SHIFTED: for
-    that of who comes before by the timetable."""
-    heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
-    _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
-    k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
-    WIDE: gl.constexpr = min(PLAN.D, 64)
-    sharing = heads // kv_heads
-    n_tiles = tiles_in_all(Order, counts, PLAN)
-    n = 0
-    turn = 0
-    t = gl.program_id(0)
-    if PLAN.DYNAMIC:
-        wait_full(k_full, turn, PLAN.KV_STAGES)
-        t = told(number_s, turn, 1, PLAN)
-    while t < n_tiles:
-        b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_told(t, number_s, turn, Order, Lens, counts, 1, PLAN)
-        if PLAN.DYNAMIC:
-            release(kv_empty, turn, PLAN.KV_STAGES)
-        begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
-        begin, blocks = blocks_of_piece(t, n0, begin, blocks, counts, PLAN)
-        index = n0 // BLOCK_N
-        if PLAN.DESCENDING:
-            before_begin, _first, _last, _blocks = blocks_of(n0 + BLOCK_N, len_q, len_k, left, right, PLAN)
-            index = (len_k - 1) // BLOCK_N - n0 // BLOCK_N
-        elif not PLAN.SHIFTED:
-            before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
-        m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
-        for j in range(blocks * sharing):
-            m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
-            at = Turns + (block * 2 + C)
-            if PLAN.SHIFTED:
-                index = place_in_sum(m, n0, begin, blocks, counts, PLAN)
-                first_keys = index == 0
-            elif PLAN.DESCENDING:
-                first_keys = (index == 0) | (m < before_begin)
-            else:
-                first_keys = (index == 0) | (m >= before_begin + before_blocks)
-            if PLAN.CLAIM:
-                if j >= AHEAD:
-                    first_keys = claim_turn(at) == 0
-            else:
-                wait_turn(at, gl.where(first_keys, 0, index if PLAN.ORDERED else 1))
-            mbarrier.wait(dq_full.index(C), n & 1)
-            if PLAN.CLAIM:
-                if j < AHEAD:
-                    first_keys = claim_turn(at) == 0
-            row = block * WIDE + C * (WIDE // 2)
-            if first_keys:
-                tma.async_store(DQ, [row, 0], dq_s.index(C))
-            else:
-                tma.async_atomic_add(DQ, [row, 0], dq_s.index(C))
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty.index(C), count=1)
-            if PLAN.ORDERED:
-                pass_turn(at, index + 1)
-            elif first_keys:
-                pass_turn(at, 1)
-            n += 1
-        turn += 1
-        if PLAN.DYNAMIC:
-            wait_full(k_full, turn, PLAN.KV_STAGES)
-            t = told(number_s, turn, 1, PLAN)
-        else:
-            t = tile_behind(t, n_tiles, 1, PLAN)

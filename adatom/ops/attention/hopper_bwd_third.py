@@ -1,13 +1,19 @@
-"""The Hopper backward beside a third warpgroup, beyond head_dim 64, where the sum of dQ was cleared ahead.
+"""The Hopper backward beside a third warpgroup, beyond head_dim 64.
 
-The third warpgroup has the place of the producer's four warps. It loads tiles, multiplies dQ = dS K from what both
-consumers leave in shared memory, and adds it to the sum by TMA. So consumers never see dQ and do not meet each other,
-and three warpgroups give the tensor cores something to do at any time. Queries and dO have three buffers, dS has two.
+The third warpgroup multiplies dQ = dS K from what both consumers leave in shared memory. So consumers never see dQ and
+do not meet each other, and three warpgroups give the tensor cores something to do at any time. Queries and dO have
+three buffers, dS has two.
 
-A multiprocessor has 168 registers for each thread of three warpgroups. The third one takes THIRD_REGISTERS, one
-consumer what `Config.registers` says, the other 8 more. That is just enough, so the order of what they do matters:
-consumers read lse and delta ahead of S, begin dP behind the exponentials, at -delta, and round P behind dS; the third
-one multiplies 64 columns of dQ at a time, and works out where operands lie for each product anew.
+Where the sum of dQ needs no order it was cleared ahead, and the third warpgroup has the place of the producer's four
+warps (`third`): it also loads tiles, and adds dQ to the sum by TMA. In order it only multiplies (`third_in_order`). The
+producer loads, and each half of dQ is left to a warp that waits for its turn (hopper_bwd_adder.py): the third
+warpgroup waits for that no sooner than its next visit, and consumers two visits later.
+
+A multiprocessor has 168 registers for each thread of three warpgroups, and 128 for four, which it takes in order. The
+third one takes THIRD_REGISTERS, the fourth 24, one consumer what `Config.registers` says, the other 8 more. That is
+just enough, so the order of what they do matters: consumers read lse ahead of S and, if they have the registers, delta,
+begin dP behind the exponentials, at -delta, and round P behind dS; the third one multiplies 64 columns of dQ at a time.
+Out of order it works out where operands lie for each product anew, in order consumers do.
 """
 
 from adatom.ops.attention.hopper_bwd_feed import (
@@ -16,11 +22,13 @@ from adatom.ops.attention.hopper_bwd_feed import (
     before_visits,
     blocks_of,
     blocks_of_piece,
+    ds_written,
     first_tile,
     tile_behind,
     tile_of,
     tiles_in_all,
     visit,
+    wait_ds_written,
 )
 from adatom.ops.attention.hopper_bwd_tiles import cuts_of, edges_of, in_rows, masked, visits_of
 from adatom.tiles.hopper import (
@@ -41,23 +49,7 @@ from adatom.tiles.hopper import (
     warpgroup_mma_wait,
 )
 
-THIRD_REGISTERS = gl.constexpr(64)  # of each thread of the third warpgroup
-DS_WRITTEN = gl.constexpr(13)  # number of a named barrier: both consumers have written the first buffer of dS
-_ARRIVE = gl.constexpr("bar.arrive $1, 384; mov.u32 $0, 0;")
-_SYNC = gl.constexpr("bar.sync $1, 384; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def ds_written(n):
-    """Say that this consumer has written dS of visit n. Each of its warps says so for itself: for a barrier in memory
-    they would first meet."""
-    gl.inline_asm_elementwise(_ARRIVE, "=r,r", [DS_WRITTEN + (n & 1)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_ds_written(n):
-    """Wait until both consumers have written dS of visit n."""
-    gl.inline_asm_elementwise(_SYNC, "=r,r", [DS_WRITTEN + (n & 1)], dtype=gl.int32, is_pure=False, pack=1)
+THIRD_REGISTERS = gl.constexpr(64)  # of each thread of the third warpgroup; 56 are too few for products of 64 columns
 
 
 @gluon.jit
@@ -81,22 +73,32 @@ def walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, 
     zeros = gl.zeros([HALF, BLOCK_M], gl.float32, S)
     m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
     edges = edges_of(n0, len_q, len_k, left, right, C)
-    for _round in range(1 if LOOPS == 1 else sharing):
+    ONE_ROUND: gl.constexpr = LOOPS == 1 or PLAN.ABREAST  # of all heads, not one for each
+    for _round in range(1 if ONE_ROUND else sharing):
         for kind in gl.static_range(LOOPS):
-            visits = visits_of(kind, span, edges[0] < HALF, PLAN) if LOOPS > 1 else blocks * sharing
-            for j in range(visits):
+            visits = visits_of(kind, span, edges[0] < HALF, PLAN) if LOOPS > 1 else blocks
+            for j in range(visits * sharing if ONE_ROUND else visits):
                 m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
                 i = slot(n, STAGES)
                 wait_full(q_full, n, STAGES)
                 wait_full(do_full, n, STAGES)
                 lse = lse_s.index(i).load(QUERIES)
-                delta = delta_s.index(i).load(QUERIES)
+                if PLAN.ADDER:
+                    # 0, but the compiler doesn't know: else it works out ahead of all visits where operands lie, and
+                    # spills that
+                    zero = n >> 31
+                    k = k_s.index(i_kv + zero).slice(C * HALF, HALF, dim=0)
+                    v = v_s.index(i_kv * 2 + C + zero)
+                else:
+                    delta = delta_s.index(i).load(QUERIES)
                 q = q_s.index(i)
                 s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 do = do_s.index(i)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 s = s * (scale * LOG2E) - lse[None, :]
                 p = gl.exp2(masked(s, m * BLOCK_M, edges, cuts_of(kind, PLAN), PLAN))
+                if PLAN.ADDER:  # not sooner: there are 8 registers fewer
+                    delta = delta_s.index(i).load(QUERIES)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zeros - delta[None, :], is_async=True)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 ds = (p * dp).to(q.dtype)
@@ -107,7 +109,7 @@ def walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, 
                 dv = warpgroup_mma(p, do, dv, is_async=True)
                 fence_async_shared()
                 dk = warpgroup_mma(ds, q, dk, is_async=True)
-                ds_written(n)
+                ds_written(n, PLAN)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
                 n += 1
     return dk, dv, n
@@ -141,13 +143,13 @@ def _half_of_dq(dq, ds_s, n, k, COLUMN: gl.constexpr):
 def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN: gl.constexpr):
     """Loads tiles for the consumers, multiplies their dQ, and adds it to the sum.
 
-    When both have written dS of a visit they are done with the one before, and its buffer of queries and dO takes those
-    of the visit after the next. dK and dV leave by way of dQ's memory: between tiles it is handed over (`added`) and
-    back (`stored`).
+    When both have written dS of a visit, the buffer of queries and dO of the one before takes those of the visit after
+    the next. dK and dV leave by way of dQ's memory when all of a tile is `added`, and have left ahead of the next
+    tile's first dS.
     """
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, _, _, _ = tiles
-    k_full, v_full, kv_empty, q_full, _, do_full, _, ds_empty, added, stored, _, _ = bars
+    k_full, v_full, kv_empty, q_full, _, do_full, _, ds_empty, added, _, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     sharing = 1 if PLAN.ALONE else heads // kv_heads
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
@@ -179,14 +181,11 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
             # lie, and spills that
             zero = n * counts[-1][3]
             k = k_s.index(i_kv + zero)
-            wait_ds_written(n)
+            wait_ds_written(n, PLAN)
             dq = _half_of_dq(dq, ds_s, n, k, 0)
             if j + 2 < visits:
                 m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
                 _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n + 2, tiles, bars, PLAN)
-            if not PLAN.ONCE:
-                if j == 0:
-                    mbarrier.wait(stored.index(0), (turn & 1) ^ 1)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             tma.store_wait(1)  # what was added from this half of dQ's memory last has left it
             dq_s.index(0).store(in_rows(dq))
@@ -204,3 +203,31 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
         mbarrier.arrive(added.index(0), count=1)
         turn += 1
         t = tile_behind(t, n_tiles, n_blocks, PLAN)
+
+
+@gluon.jit
+def third_in_order(Order, Lens, tiles, bars, counts, PLAN: gl.constexpr):
+    """Multiplies dQ of a program's only tile, and leaves each half to the warp that adds it. dK and dV of that tile
+    leave by way of the memory of its keys and values."""
+    heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
+    k_s, _, _, _, _, _, ds_s, dq_s, _, _, _ = tiles
+    _, _, _, _, _, _, _, ds_empty, dq_full, dq_empty, _, _ = bars
+    b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_of(gl.program_id(0), Order, Lens, counts, PLAN)
+    begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
+    dq = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    k = k_s.index(0)
+    for n in range(blocks * (heads // kv_heads)):
+        wait_ds_written(n, PLAN)
+        dq = _half_of_dq(dq, ds_s, n, k, 0)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.wait(dq_empty.index(0), (n & 1) ^ 1)
+        dq_s.index(0).store(in_rows(dq))
+        dq = _half_of_dq(dq, ds_s, n, k, 64)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(0), count=1)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        release(ds_empty, n, 2)
+        mbarrier.wait(dq_empty.index(1), (n & 1) ^ 1)
+        dq_s.index(1).store(in_rows(dq))
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(1), count=1)

@@ -42,6 +42,7 @@ from adatom.tiles.hopper import (
     tanh_of_scores,
     tma,
     visible,
+    wait_empty,
     wait_full,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -408,8 +409,8 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
-    _, v_s, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
-    k_full, v_full, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
+    k_s, v_s, _, _, _, _, ds_s, dq_s, number_s, _, _ = tiles
+    k_full, v_full, kv_empty, _, _, _, _, ds_full, dq_full, dq_empty, _, _ = bars
     KV_STAGES: gl.constexpr = PLAN.KV_STAGES
     n_blocks = (most_k + BLOCK_N - 1) // BLOCK_N
     n_tiles = tiles_in_all(Order, counts, PLAN)
@@ -436,6 +437,8 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
         dk = gl.zeros([HALF, D], gl.float32, LAYOUT)
         dv = gl.zeros([HALF, D], gl.float32, LAYOUT)
         if PLAN.THIRD:
+            if not PLAN.ONCE:
+                tma.store_wait(0)  # dK and dV of the keys before have left dQ's memory
             dk, dv, n = walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, C, PLAN)
         else:
             dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
@@ -451,16 +454,20 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
                 room = ds_s.index(n & 1).reinterpret(DV.dtype, [256 // D, HALF, D], as_matrix(DV.layout))
                 place_dv, place_dk = room.index(C * (HALF // D)), room.index(BLOCK_N // D + C * (HALF // D))
         else:
-            if PLAN.ADDER:
-                mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
-            if PLAN.THIRD:  # has added all that it multiplied
+            if PLAN.THIRD and PLAN.ADDER:  # the third warpgroup has read the keys for the last time
+                wait_empty(ds_full, n + 1, 2)
+            elif PLAN.THIRD:  # it has added all that it multiplied
                 mbarrier.wait(dq_full.index(0), (turn & 1) ^ 1)
-            if not PLAN.ONCE:
+            elif PLAN.ADDER:
+                mbarrier.wait(dq_empty.index(C), (n & 1) ^ 1)
+            if not (PLAN.ONCE or PLAN.THIRD):
                 tma.store_wait(0)
             room = dq_s.index(C).reinterpret(DV.dtype, [ROOM, HALF, D], as_matrix(DV.layout))
             place_dv, place_dk = room.index(0), room.index(ROOM - 1)
             if PLAN.ONCE:  # its values are wanted no more
                 place_dv = v_s.index(i_kv * 2 + C).reinterpret(DV.dtype, [1, HALF, D], as_matrix(DV.layout)).index(0)
+                if PLAN.THIRD and PLAN.ADDER:
+                    place_dk = k_s.index(i_kv).reinterpret(DK.dtype, [2, HALF, D], as_matrix(DK.layout)).index(C)
         dk *= scale
         if PLAN.VARLEN and PLAN.ONCE:  # looked up again: in the loop over blocks they would take registers
             b, hk, n0, len_q, len_k, b_q, b_k, first, stride = tile_of(t, Order, Lens, counts, PLAN)
@@ -474,9 +481,6 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
                 _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN)
         else:
             _store_both(DK, DV, DKPtr, DVPtr, dk, dv, place_dk, place_dv, rows, counts, PLAN)
-        if PLAN.THIRD and not PLAN.ONCE:
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty.index(0), count=1)
         if PLAN.INSIDE:
             if n0 + BLOCK_N >= most_k:
                 _store_sums(DQ, b, hk, scale, dq_s, C, PLAN)

@@ -24,6 +24,7 @@ _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
 # repays that the sum of dQ is cleared; under a causal mask from _LONG on
 _THIRD_SHARED = 3000  # the same under a causal mask where heads share keys
+_THIRD_IN_ORDER = 1024, 2048  # the same in order, queries or keys, the fewer: without a mask, under a causal one
 _INSIDE = 4  # blocks of queries whose sum of dQ fits in shared memory, at head_dim 32
 _L2_BYTES = 24 * 2**20  # what the heads in flight read and add to: half of an H100's L2
 _L2_SHIFTED = 36 * 2**20  # the same by a timetable, where parts of several heads go together
@@ -46,9 +47,9 @@ class Config(NamedTuple):
     spill: int = 512
 
 
-def beside_third(config: Config) -> Config:
+def beside_third(config: Config, ordered: bool) -> Config:
     """How the kernel is tiled where a third warpgroup multiplies dQ (hopper_bwd_third.py)."""
-    return config._replace(stages=3, registers=216)
+    return config._replace(stages=3, registers=208 if ordered else 216)
 
 
 # (head_dim in memory, whether the work of programs is unequal) -> tile
@@ -140,33 +141,44 @@ def way_of(work: Work) -> Way:
     lens, softcap = call.x.kv_lens is not None, call.o.softcap > 0
     first = work.summed
     look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
+    third = wide and plain and not (look or window or lens or softcap or call.varlen) and _long_for_third(work)
     loops = 1
     if plain and first:
         if softcap and (edge and window or work.dim == 64):
             loops = 1  # three would spill, and two under Triton 3.9
         elif edge and window:
             loops = 3
-        elif causal and (not wide or long or not call.even(call.len_k, BLOCK_N.value)):
+        elif causal and (not wide or long or third or not call.even(call.len_k, BLOCK_N.value)):
             loops = 2
     timetable = _timetable(work)
     if timetable is not None:
-        return Way("one", first, timetable=timetable, loops=3 if loops > 1 else 1)
+        return Way("one", first, timetable=timetable, third=third, loops=3 if loops > 1 else 1)
     if work.ordered:
         abreast = causal and wide and shared and not work.sums
         few = work.per_sm < _FEW and call.batch * call.heads < _WAITING
         longest_first = causal and not shared and (work.full or few)
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
-        return Way("one" if tiles == "static" else tiles, first, up=up, abreast=abreast, loops=loops, look=look)
-    if wide and plain and not (look or window or lens or softcap or call.varlen):
-        fewer, more = sorted((call.len_q, call.len_k))
-        if fewer >= (_THIRD_SHARED if shared else _LONG) if edge else fewer >= _THIRD[0] and more >= _THIRD[1]:
-            return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
+        tiles = "one" if tiles == "static" else tiles
+        return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look)
+    if third:
+        return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
     if tiles == "static":
         first = first and (plain or work.full)
     up = first and causal and work.dim > 32 and (wide or not look) and (long or wide and not shared)
     claim = up or look or first and tiles != "dynamic"
     return Way(tiles, first, claim, up, loops=loops, look=look)
+
+
+def _long_for_third(work: Work) -> bool:
+    """Whether lengths are such that a third warpgroup is faster, where it can be had at all."""
+    call, edge = work.call, work.call.right >= 0
+    fewer, more = sorted((call.len_q, call.len_k))
+    if work.ordered:
+        return fewer >= _THIRD_IN_ORDER[edge]
+    if edge:
+        return fewer >= (_THIRD_SHARED if call.heads > call.kv_heads else _LONG)
+    return fewer >= _THIRD[0] and more >= _THIRD[1]
 
 
 def _timetable(work: Work) -> tuple[int, int] | None:
@@ -216,6 +228,8 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     call, n_heads, n_tiles, sms = work.call, work.n_heads, work.n_tiles, work.call.device.sms
     sharing, right = call.heads // max(call.kv_heads, 1), call.right >= 0
     rows = _L2_BYTES // (sharing * work.dim * 8)  # whose queries, dO and sum of dQ lie in L2
+    if work.ordered and way.third and way.up:  # the more heads go together, the less they wait, L2 or not
+        rows *= 2
     least = _UPWARDS if way.up and not work.ordered else 1
     if right and not call.varlen and work.per_sm < 3:  # so few that the longest of all heads must come first
         least = n_heads
