@@ -51,6 +51,7 @@ def _linear(x: Any, weight: Any, up: Any, *_: Any, **__: Any) -> int:
 
 def _linear_bwd(*args: Any, **__: Any) -> int:
     activation, gated, kept, need_x, need_weight = args[4], args[5], args[8], args[10], args[11]
+    # two gradients, and the product of the forward again, if an activation wants it and nothing of it was kept
     return (need_x + need_weight + (kept is None and (gated or activation != "none"))) * _linear(*args[:3])
 
 

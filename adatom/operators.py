@@ -15,7 +15,8 @@ Tensor = torch.Tensor
 def on_device(launch: Callable[..., Any], like: Tensor, *args: Any) -> Any:
     """launch(*args), with the device of `like` the current one, and without autocast, which would cast the products of
     PyTorch's rows once more: what it casts, it casts before an operator. In deterministic mode also without its filling
-    of new tensors: launchers write each element before it is read."""
+    of new tensors: launchers write each element before it is read. (That setting is the process's: other threads may
+    see it off meanwhile.)"""
     if torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory():
         torch._C._set_deterministic_fill_uninitialized_memory(False)
         try:
