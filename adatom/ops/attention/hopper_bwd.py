@@ -58,6 +58,7 @@ from adatom.ops.attention.triton_call import (
 )
 from adatom.tiles import launch
 from adatom.tiles.hopper import (
+    LOG2E,
     Launch,
     fence_async_shared,
     gl,
@@ -73,9 +74,9 @@ from adatom.tiles.hopper import (
 @gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces", "together"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr, DVPtr, Order, Lens, Taken, Turns,
                 stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h, heads, kv_heads, n_heads, group, splits,
-                len_q, len_k, left, right, n_tiles, whole, pieces, together, scale, softcap, D: gl.constexpr,
-                HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, LEFT: gl.constexpr,
-                RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
+                len_q, len_k, left, right, n_tiles, whole, pieces, together, scale, scale_log2, softcap,
+                D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
+                LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
                 ABREAST: gl.constexpr, SHIFTED: gl.constexpr, THIRD: gl.constexpr, ALONE: gl.constexpr,
                 LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
@@ -94,7 +95,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
     is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
     pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile that
-    is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies.
+    is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies. scale_log2: scale in
+    log2 units.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
@@ -146,13 +148,14 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     wait_for_previous(EARLY)
     let_next(EARLY)
     counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces, together))
+    factors = (scale, scale_log2, softcap)
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
     if THIRD and PLAN.ADDER:
         gl.static_assert(ONCE)
         gl.warp_specialize([
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 1, PLAN)),
             (third_in_order, (Order, Lens, tiles, bars, counts, PLAN)),
             (producer, (Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, slices, PLAN)),
             (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 0, PLAN)),
@@ -160,22 +163,22 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
         ], [4, 4, 1, 1, 1], [REGISTERS, THIRD_REGISTERS, 24, 24, 24])  # fmt: skip
     elif THIRD:
         gl.warp_specialize([
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 1, PLAN)),
             (third, (Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN)),
         ], [4, 4], [REGISTERS, THIRD_REGISTERS])  # fmt: skip
     elif PLAN.ADDER:
         gl.warp_specialize([
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 1, PLAN)),
             (producer, (Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, slices, PLAN)),
             (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 0, PLAN)),
             (adder, (DQ, Turns, Order, Lens, tiles, bars, counts, 1, PLAN)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 0, PLAN)),
-            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, 1, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 0, PLAN)),
+            (consumer, (DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, 1, PLAN)),
             (producer, (Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, counts, slices, PLAN)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
@@ -270,7 +273,7 @@ def _launches(
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
         call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, pieces,
-        way.timetable[0] if way.timetable else 0, call.scale, o.softcap,
+        way.timetable[0] if way.timetable else 0, call.scale, call.scale * LOG2E.value, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
     blocks = {

@@ -32,7 +32,6 @@ from adatom.ops.attention.hopper_bwd_feed import (
 )
 from adatom.ops.attention.hopper_bwd_tiles import cuts_of, edges_of, in_rows, masked, visits_of
 from adatom.tiles.hopper import (
-    LOG2E,
     as_box,
     box_at,
     fence_async_shared,
@@ -53,7 +52,8 @@ THIRD_REGISTERS = gl.constexpr(64)  # of each thread of the third warpgroup; 56 
 
 
 @gluon.jit
-def walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, C: gl.constexpr, PLAN: gl.constexpr):
+def walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale_log2, C: gl.constexpr,
+                      PLAN: gl.constexpr):
     """dK and dV of a consumer's keys, which lie in buffer i_kv, over all blocks of queries; also the uses of the rings.
     It leaves dS of each visit to the third warpgroup. place, span: as `_walk` (hopper_bwd_walk.py) takes them."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -95,7 +95,7 @@ def walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, 
                 s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 do = do_s.index(i)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                s = s * (scale * LOG2E) - lse[None, :]
+                s = s * scale_log2 - lse[None, :]
                 p = gl.exp2(masked(s, m * BLOCK_M, edges, cuts_of(kind, PLAN), PLAN))
                 if PLAN.ADDER:  # not sooner: there are 8 registers fewer
                     delta = delta_s.index(i).load(QUERIES)

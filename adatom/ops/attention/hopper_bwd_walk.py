@@ -402,10 +402,11 @@ def _keep_piece(Pieces, x, number, C: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, scale, softcap, C: gl.constexpr,
+def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, factors, C: gl.constexpr,
              PLAN: gl.constexpr):
     """Multiplies what the producer or the third warpgroup loads."""
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
+    scale, scale_log2, softcap = factors
     D: gl.constexpr = PLAN.D
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROOM: gl.constexpr = 128 // max(D, 64)  # for so many results
@@ -439,7 +440,9 @@ def consumer(DK, DV, DQ, DKPtr, DVPtr, Order, Lens, given, tiles, bars, counts, 
         if PLAN.THIRD:
             if not PLAN.ONCE:
                 tma.store_wait(0)  # dK and dV of the keys before have left dQ's memory
-            dk, dv, n = walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale, C, PLAN)
+            # worked out here it has no register, and is worked out anew in each visit; under a mask that is faster
+            log2_units = scale_log2 if PLAN.ADDER and not PLAN.RIGHT else scale * LOG2E
+            dk, dv, n = walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, log2_units, C, PLAN)
         else:
             dk, dv, n = _walk(dk, dv, n, i_kv, DQ, given, tiles, bars, place, span, counts, scale, softcap, C, PLAN)
         release(kv_empty, turn, KV_STAGES)
