@@ -168,7 +168,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     for source in (common, borrowed, bias_part, whole, module):
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
-                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__, value.fn.__closure__)
             elif name.isupper() and isinstance(getattr(value, "value", None), (int, float)):
                 names[name] = value.value
     names["named_sync"] = lambda number, threads: machine.all.wait(10)

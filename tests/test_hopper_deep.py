@@ -250,7 +250,9 @@ class Machine:
         for module in (walk, query, feed, hopper):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in names:
-                    names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
+                    names[name] = FunctionType(
+                        function.fn.__code__, names, name, function.fn.__defaults__, function.fn.__closure__
+                    )
         return names
 
 

@@ -128,7 +128,9 @@ class Forward(Machine):
         for module in (hopper, hopper_fwd_tiles, hopper_fast_tiles, hopper_deep_tiles, kernel):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in PYTHON:
-                    names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
+                    names[name] = FunctionType(
+                        function.fn.__code__, names, name, function.fn.__defaults__, function.fn.__closure__
+                    )
         tile = names["tile_of"]
         names["tile_of"] = lambda *a: tuple(Int(n) for n in tile(*a))
         return names

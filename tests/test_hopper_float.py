@@ -79,7 +79,7 @@ def python(machine: Machine, module: ModuleType, programs: int, **known: Any) ->
     names = shared.python(machine, module, programs)
     for name, value in vars(tiles_part).items():
         if hasattr(value, "fn") and value.fn.__module__ == tiles_part.__name__:
-            names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__, value.fn.__closure__)
     names["tile_of"] = lambda *a, of=names["tile_of"]: tuple(map(shared.Whole, of(*a)))
     names |= {name: value.value for name, value in vars(module).items() if name in ("PEAK",)}
     language = names["gl"]

@@ -135,7 +135,9 @@ def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, An
     for module in (hopper, tiles, fast_tiles, fast):
         for name, function in vars(module).items():
             if hasattr(function, "fn") and name not in names:
-                names[name] = FunctionType(function.fn.__code__, names, name, function.fn.__defaults__)
+                names[name] = FunctionType(
+                    function.fn.__code__, names, name, function.fn.__defaults__, function.fn.__closure__
+                )
     computed = names["_again"]
     names["_pin"] = lambda sums: None
     names["_again"] = lambda *args: (again.append(1), computed(*args))[1]

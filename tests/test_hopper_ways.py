@@ -146,7 +146,7 @@ def test_when_a_third_warpgroup_multiplies_dq(lengths, options, third):
         plan = backward._launches(x, o, q, q, (q, k, v), False, False, "ordered" in options)
     assert plan.main.meta["THIRD"] == third
     if third and "ordered" not in options:
-        assert plan.before.meta["SUM"] and plan.main.scalars[-3] == 0  # `together`, on which it relies
+        assert plan.before.meta["SUM"] and plan.main.scalars[-4] == 0  # `together`, on which it relies
 
 
 @pytest.mark.parametrize("window", [(300, 0), (300, 300), (None, 0), (300, None)])

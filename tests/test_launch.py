@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import adatom
 
 pytest.importorskip("triton")
 
@@ -208,3 +213,49 @@ def test_kernels_whose_programs_wait_for_each_other_take_turns(monkeypatch):
     assert taken(7, 1) == []  # is captured; would wait for one that is
     assert taken(3) == ["3 waits for 1"]
     assert taken(9, device="cpu") == []
+
+
+PLANNED = """
+from dataclasses import dataclass
+
+from adatom.tiles.hopper import gl, gluon, planner
+
+
+@dataclass(frozen=True)
+class Plan:
+    N: int
+
+    @property
+    def MORE(self):
+        return self.N + 1
+
+
+make_plan = planner(Plan)
+
+
+@gluon.jit
+def kernel(X, N: gl.constexpr):
+    PLAN: gl.constexpr = make_plan(N)
+    gl.store(X, PLAN.MORE)
+"""
+
+
+def test_tritons_cache_knows_a_kernel_by_its_plans_properties(tmp_path, monkeypatch):
+    """A kernel whose own text is the same must not be taken from the cache as another property made it."""
+
+    def key(folder, source):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "planned.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        monkeypatch.delitem(sys.modules, "planned", raising=False)
+        module = importlib.import_module("planned")
+        assert module.make_plan(3) == module.Plan(3)
+        return module.kernel.cache_key
+
+    assert key("one", PLANNED) == key("same", PLANNED) != key("other", PLANNED.replace("N + 1", "N + 2"))
+
+
+def test_all_plans_of_kernels_are_made_so():
+    files = [path.read_text() for path in Path(adatom.__file__).parent.glob("ops/*/hopper*.py")]
+    plans = [text for text in files if "\nclass Plan:" in text]
+    assert len(plans) >= 7 and all("= planner(Plan)" in text for text in plans)

@@ -8,6 +8,8 @@ box [1, 1, rows, dim] of one, zero outside it (of packed ones: `box_at`), and a 
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +65,21 @@ if not hasattr(_core.shared_memory_descriptor, "reinterpret"):
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 END = gl.constexpr(2**30)  # the end of the rows of packed tensors
+
+
+def planner(plan: type) -> Any:
+    """The constexpr function by which a kernel makes a `plan`, a class of constexprs, of its fields.
+
+    Triton's cache knows a kernel by the text of the functions that it comes to, but of no class: it would go on with
+    the kernel of before where nothing but a property has changed. So this function goes by the text of the class.
+    """
+
+    @gluon.constexpr_function
+    def make(*fields):
+        return plan(*fields)
+
+    make.hash = hashlib.sha256(inspect.getsource(plan).encode()).hexdigest()
+    return make
 
 
 # -- barriers ----------------------------------------------------------------------------------------------------------

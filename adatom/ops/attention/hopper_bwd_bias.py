@@ -32,6 +32,7 @@ from adatom.tiles.hopper import (
     load_tile_and_numbers,
     make_barriers,
     make_tiles,
+    planner,
     release,
     slot,
     store_tile,
@@ -67,9 +68,7 @@ class Plan:
     BIAS_STAGES: int
 
 
-@gluon.constexpr_function
-def _plan(*fields):
-    return Plan(*fields)
+_plan = planner(Plan)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from adatom.tiles.hopper import (
     load_tile,
     load_tile_and_numbers,
     mbarrier,
+    planner,
     slot,
     wait_empty,
 )
@@ -96,9 +97,7 @@ class Plan:
         return self.D > 64 and (right or self.SOFTCAP and not self.LEFT)
 
 
-@gluon.constexpr_function
-def make_plan(*fields):
-    return Plan(*fields)
+make_plan = planner(Plan)
 
 
 @gluon.constexpr_function

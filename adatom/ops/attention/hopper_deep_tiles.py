@@ -13,6 +13,7 @@ from adatom.tiles.hopper import (
     mbarrier,
     named_arrive,
     named_sync,
+    planner,
     release,
     slot,
     tma,
@@ -55,9 +56,7 @@ class Plan:
     RING: int = 0  # slots that queries, keys and values share, but for those of a tile's queries; 0: they do not
 
 
-@gluon.constexpr_function
-def make_plan(*fields):
-    return Plan(*fields)
+make_plan = planner(Plan)
 
 
 @gluon.jit

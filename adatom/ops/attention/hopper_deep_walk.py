@@ -26,6 +26,7 @@ from adatom.tiles.hopper import (
     head_and_block,
     keys_of,
     mbarrier,
+    planner,
     release,
     slot,
     tanh_of_scores,
@@ -59,9 +60,7 @@ class Plan:
     SOFTCAP: bool
 
 
-@gluon.constexpr_function
-def make_plan(*fields):
-    return Plan(*fields)
+make_plan = planner(Plan)
 
 
 # -- which tile, which blocks of queries -------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from adatom.tiles.hopper import (
     mbarrier,
     named_arrive,
     named_sync,
+    planner,
     release,
     slot,
     store_rows,
@@ -63,9 +64,7 @@ class Plan:
     IN_PLACE: bool  # out takes the place of the queries in shared memory
 
 
-@gluon.constexpr_function
-def make_plan(*fields):
-    return Plan(*fields)
+make_plan = planner(Plan)
 
 
 @gluon.jit

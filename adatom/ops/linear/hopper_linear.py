@@ -35,6 +35,7 @@ from adatom.tiles.hopper import (
     let_next,
     make_barriers,
     mbarrier,
+    planner,
     slot,
     tma,
     wait_empty,
@@ -101,9 +102,7 @@ class Plan:
         return self.BLOCK_N // 2 if self.GATED else self.BLOCK_N
 
 
-@gluon.constexpr_function
-def _plan(*args):
-    return Plan(*args)
+_plan = planner(Plan)
 
 
 @gluon.jit

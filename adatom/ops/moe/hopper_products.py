@@ -26,6 +26,7 @@ from adatom.tiles.hopper import (
     let_next,
     make_barriers,
     mbarrier,
+    planner,
     release,
     slot,
     tma,
@@ -109,9 +110,7 @@ class Plan:
         return self.BLOCK_N // self.PIECE if self.GRAD else 0
 
 
-@gluon.constexpr_function
-def _plan(*args):
-    return Plan(*args)
+_plan = planner(Plan)
 
 
 @gluon.jit
