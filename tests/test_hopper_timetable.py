@@ -171,7 +171,7 @@ def test_which_problems_have_a_timetable():
     assert shift_of(1, 8, 4096) == (32, 1)
     assert shift_of(1, 2, 32768) == (128, 1)
     assert shift_of(1, 5, 6400) == (25, 5)  # 50 tiles of one head leave 32 multiprocessors idle
-    assert shift_of(1, 8, 4096, causal=True) == (16, 8)
+    assert shift_of(1, 8, 4096, causal=True) == shift_of(1, 8, 4096, causal=True, bias=4096) == (16, 8)
     assert shift_of(1, 32, 4096, kv_heads=8) == (32, 1)
     assert shift_of(1, 16, 4096, bias=4096) == (32, 1)
     assert shift_of(1, 16, 2048, causal=True, bias=2048) == (8, 16)

@@ -75,8 +75,9 @@ def test_tiles_are_cut_where_that_ends_sooner():
 def test_which_way_a_plan_goes():
     """Pieces are claimed but where tiles are taken by number, or, for a third warpgroup, the sum is cleared. Up: under
     a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a full
-    bias. A third warpgroup: at head_dim 128 if it is long, sooner in order; out of order its last tiles are cut
-    without a mask. Blocks without a mask apart from others: under a causal one, there if it is long."""
+    bias, or where few heads have 64 columns: those then share no keys. A third warpgroup: at head_dim 128 if it is
+    long, sooner in order; out of order its last tiles are cut without a mask. Blocks without a mask apart from others:
+    under a causal one, there if it is long."""
     flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
     for dim, length, bias, causal, ordered, shared in flags:
         q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
@@ -89,10 +90,12 @@ def test_which_way_a_plan_goes():
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         assert before.meta["SUM"] == (not (plan.FIRST or plan.INSIDE))
         plain, long = bias == "none", length >= 4096
+        few = dim == 64 and not long
+        alone = not shared or few
         third = dim > 64 and plain and (long or ordered and not causal)
         assert plan.ABREAST == (causal and dim > 64 and ordered and shared)
-        up = causal and dim > 32 and (ordered or long or dim > 64 and not shared)
-        assert plan.UP == (up and not plan.ABREAST and not (ordered and bias == "full" and not shared))
+        up = causal and dim > 32 and (ordered and not few or long or dim > 64 and not shared)
+        assert plan.UP == (up and not plan.ABREAST and not (ordered and bias == "full" and alone))
         assert plan.DESCENDING == (plan.UP and ordered)
         assert plan.THIRD == third and plan.ALONE == (third and not (shared or ordered))
         inside = dim == 32 and length <= 512 and not shared
@@ -152,7 +155,7 @@ def test_when_a_third_warpgroup_multiplies_dq(lengths, options, third):
 @pytest.mark.parametrize("window", [(300, 0), (300, 300), (None, 0), (300, None)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sums_in_order_go_upwards_where_there_is_an_edge_to_the_right(dim, window):
-    q = torch.empty(2, 12, 1000, dim, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(20, 12, 1000, dim, dtype=torch.bfloat16, device="meta")
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=q, v=q, window=window)
         fast, ordered = (backward._launches(x, o, q, q, (q, q, q), False, False, how).main for how in (False, True))
@@ -179,6 +182,38 @@ def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch
         main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
     assert main.meta["UP"] == up and not main.meta["SHIFTED"]
     assert dict(zip(main.kernel.arg_names[18:], main.scalars))["group"] == group
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "dim", "options", "group"), [
+    (2, 16, 2048, 64, {}, 32), (4, 16, 2048, 64, {}, 32), (8, 16, 1024, 64, {}, 43), (4, 12, 1024, 64, {}, 48),
+    (1, 16, 8192, 64, {}, 16), (8, 16, 2048, 64, {}, None), (8, 16, 2048, 64, {"softcap": 9.0}, 32),
+    (8, 16, 2048, 128, {"softcap": 9.0}, 32), (8, 16, 2048, 64, {"bias": 2048}, 32),
+    (4, 10, 3000, 64, {"bias": 3000}, 40), (2, 16, 4096, 128, {"bias": 4096}, 32),
+    (4, 16, 4096, 128, {"kv_lens": True}, 22), (0, 16, 64, 64, {"bias": 64}, 1),
+])  # fmt: skip
+def test_heads_whose_longest_tiles_come_first_go_in_equal_groups(batch, heads, length, dim, options, group):
+    """In order under a causal mask, walking downwards: so many that those of a head hardly wait for each other."""
+    q = torch.empty(batch, heads, length, dim, dtype=torch.bfloat16, device="meta")
+    if "bias" in options:
+        options = {"bias": torch.empty(heads, length, length, dtype=torch.bfloat16, device="meta")}
+    if "kv_lens" in options:
+        options = {"kv_lens": torch.empty(batch, dtype=torch.int32, device="meta")}
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=q, v=q, causal=True, **options)
+        main = backward._launches(x, o, q, q, (q, q, q), False, False, True).main
+    assert main.meta["UP"] == (group is None) and not main.meta["SHIFTED"]
+    if group is not None:
+        assert dict(zip(main.kernel.arg_names[18:], main.scalars))["group"] == group
+
+
+@pytest.mark.parametrize(("batch", "dim", "splits"), [(2, 64, 8), (2, 128, 2), (4, 64, 4)])
+def test_few_heads_of_64_share_no_keys_under_a_causal_mask(batch, dim, splits):
+    """2,048 tiles of 2 x 32 heads are fewer than 16 for each of 132 multiprocessors."""
+    q, k = (torch.empty(batch, n, 4096, dim, dtype=torch.bfloat16, device="meta") for n in (32, 4))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
+        for ordered in (False, True):
+            assert backward._launches(x, o, q, q, (q, k, k), False, False, ordered).splits == splits
 
 
 def test_half_as_many_heads_go_together_beside_a_bias_and_head_dim_64_has_larger_blocks():

@@ -12,12 +12,15 @@ from adatom.ops.attention.triton_call import Call
 _UPWARDS = 4  # heads in flight at least where tiles walk upwards: those of one head that begin
 # as others of it end come to the same queries at once, which the sum of dQ takes one after the other
 _WAITING = 24  # heads in flight where programs wait for each other under a mask
+_LONGEST_FIRST = 32  # the same under a causal mask where tiles walk downwards
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
 _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
 # without a mask; beside a full bias, which passes through L2, too, half as many
-_FEW = 8  # tiles a multiprocessor below which few heads in order go the longest first, not upwards, or by a timetable
+_FEW = 8  # tiles a multiprocessor below which few heads in order, or any at head_dim 64, go the longest first, not
+# upwards, or by a timetable
 _FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each load
-# nothing ahead for the next one, which of more tiles costs more than waiting
+# nothing ahead for the next one, which of more tiles costs more than waiting; and beside a full bias of many queries
+_FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
 _LONG = 4096  # queries from which on some ways are faster
@@ -123,11 +126,15 @@ def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
 
 def splits_of(call: Call, dim: int) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few. Not where keys are many more than queries: all
-    parts of dK take no more memory than twice q."""
+    and what these read and add to lies in L2 no more: so they take few; at head_dim 64, where all tiles are few, one:
+    more programs, and each may go the longest first. Not where keys are many more than queries: all parts of dK take no
+    more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
     sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
+    if dim == 64 and not call.varlen:
+        tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing
+        most = 1 if tiles < _FEW_SPLIT * call.device.sms else most
     return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
 
 
@@ -155,8 +162,8 @@ def way_of(work: Work) -> Way:
         return Way("one", first, timetable=timetable, third=third, loops=3 if loops > 1 else 1)
     if work.ordered:
         abreast = causal and wide and shared and not work.sums
-        few = work.per_sm < _FEW and call.batch * call.heads < _WAITING
-        longest_first = causal and not shared and (work.full or few)
+        few = work.per_sm < _FEW and (work.dim == 64 or call.batch * call.heads < _WAITING)
+        longest_first = causal and not shared and (work.full or softcap or few)
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
         tiles = "one" if tiles == "static" else tiles
@@ -190,16 +197,17 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     half of the tiles of several heads do; as many queries as keys are a must there.
     """
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
-    short = dim == 64 and (call.right >= 0 or call.len_q < _LONG and not work.full)
-    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < (_FEW_64 if short else _FEW) * sms:
+    long, right = call.len_q >= _LONG, call.right >= 0
+    fewer = dim == 64 or long and work.full if right else dim == 64 and not (long or work.full)
+    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < (_FEW_64 if fewer else _FEW) * sms:
         return None
     if call.varlen or call.x.kv_lens is not None or call.left >= 0:
         return None
     tiles, n_m = n_tiles // n_heads, blocks_of_head(call, work.block_m)
-    if call.right >= 0:
+    if right:
         half = -(-tiles // 2)
         square = call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
-        if not square or not half <= sms < n_tiles or work.full and call.len_q >= _LONG:
+        if not square or not half <= sms < n_tiles:
             return None
         groups = -(-n_heads // (sms // half))
         return (half, -(-n_heads // groups)) if n_heads * half >= _BUSY * groups * sms else None
@@ -222,12 +230,20 @@ def _equal(heads: int, sizes: range) -> int:
     return next((size for size in sizes if heads % size == 0), sizes[0])
 
 
+def _evenly(heads: int, most: int) -> int:
+    """The size of as few equal groups as can be, of at most so many heads: in a small last group, programs of few heads
+    would wait for each other."""
+    heads = max(heads, 1)
+    return -(-heads // -(-heads // most))
+
+
 def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     """Which heads of keys go together, before the next ones: of packed sequences, those of so many rows of queries, and
     at least so many; else so many of all n_heads."""
     call, n_heads, n_tiles, sms = work.call, work.n_heads, work.n_tiles, work.call.device.sms
     sharing, right = call.heads // max(call.kv_heads, 1), call.right >= 0
     rows = _L2_BYTES // (sharing * work.dim * 8)  # whose queries, dO and sum of dQ lie in L2
+    causal = right and call.left < 0 and not call.varlen
     if work.ordered and way.third and way.up:  # the more heads go together, the less they wait, L2 or not
         rows *= 2
     least = _UPWARDS if way.up and not work.ordered else 1
@@ -236,7 +252,8 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     crowd = work.ordered and not way.up
     if crowd:  # so many heads that those who wait for each other do not fill the GPU
         rows = max(rows, 3 * sms * work.block_m // sharing)
-        least = max(least, (_ABREAST if way.abreast else _WAITING) // sharing, 1) if right else 1
+        waiting = _ABREAST if way.abreast else _LONGEST_FIRST if causal and not way.look else _WAITING
+        least = max(least, waiting // sharing, 1) if right else 1
     group = max(1, min(n_heads, max(rows // call.len_q, least)))
     if way.timetable is not None:
         group = way.timetable[1]
@@ -248,6 +265,8 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
         if crowd and not (call.varlen or right or call.left >= 0 or work.full and work.per_sm >= _FEW_FULL):
             more = (_AT_ONCE // 2 if work.full else _AT_ONCE) * sms // max(n_tiles, 1)
             group = min(max(group, more), n_heads)
-        if not call.varlen and (way.cut or right != crowd):
+        if crowd and causal:
+            group = _evenly(n_heads, group + group // 4)
+        elif not call.varlen and (way.cut or right != crowd):
             group = _equal(n_heads, range(group, group // 2, -1))
     return rows, least, group
