@@ -206,14 +206,16 @@ def test_heads_whose_longest_tiles_come_first_go_in_equal_groups(batch, heads, l
         assert dict(zip(main.kernel.arg_names[18:], main.scalars))["group"] == group
 
 
-@pytest.mark.parametrize(("batch", "dim", "splits"), [(2, 64, 8), (2, 128, 2), (4, 64, 4)])
-def test_few_heads_of_64_share_no_keys_under_a_causal_mask(batch, dim, splits):
-    """2,048 tiles of 2 x 32 heads are fewer than 16 for each of 132 multiprocessors."""
-    q, k = (torch.empty(batch, n, 4096, dim, dtype=torch.bfloat16, device="meta") for n in (32, 4))
+@pytest.mark.parametrize(("batch", "length", "dim", "splits", "in_order"), [
+    (2, 4096, 64, 4, 8), (4, 4096, 64, 4, 4), (4, 2048, 64, 8, 8), (8, 2048, 64, 4, 4), (2, 4096, 128, 2, 2),
+])  # fmt: skip
+def test_few_heads_of_64_share_no_keys_under_a_causal_mask(batch, length, dim, splits, in_order):
+    """Where there are fewer than 16 tiles for each of 132 multiprocessors; if they are long, in order."""
+    q, k = (torch.empty(batch, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (32, 4))
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
-        for ordered in (False, True):
-            assert backward._launches(x, o, q, q, (q, k, k), False, False, ordered).splits == splits
+        found = [backward._launches(x, o, q, q, (q, k, k), False, False, ordered).splits for ordered in (False, True)]
+    assert found == [splits, in_order]
 
 
 def test_half_as_many_heads_go_together_beside_a_bias_and_head_dim_64_has_larger_blocks():

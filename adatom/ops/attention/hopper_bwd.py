@@ -244,7 +244,7 @@ def _launches(
     config = CONFIGS[dim, left or right or lens or call.varlen]
     assert dim < 128 or (config.parts, config.late) == (1, False)  # Plan.DENSE waits for products in that order
     inside = blocks_inside(call, dim, config.block_m)
-    splits = splits_of(call, dim)
+    splits = splits_of(call, dim, ordered)
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     stored = dbias.tiles and not inside and from_tiles(call, dim, ordered)
     from_stored = dq_behind(call, dim, grads[0]) if stored else None

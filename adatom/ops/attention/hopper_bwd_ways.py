@@ -124,15 +124,15 @@ def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
     return ordered and n_tiles < 2 * sms
 
 
-def splits_of(call: Call, dim: int) -> int:
+def splits_of(call: Call, dim: int, ordered: bool) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
     and what these read and add to lies in L2 no more: so they take few; at head_dim 64, where all tiles are few, one:
-    more programs, and each may go the longest first. Not where keys are many more than queries: all parts of dK take no
-    more memory than twice q."""
+    that is more programs, and in order each may go the longest first. Not where keys are many more than queries: all
+    parts of dK take no more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
     sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
-    if dim == 64 and not call.varlen:
+    if dim == 64 and not call.varlen and (ordered or call.len_q < _LONG):
         tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing
         most = 1 if tiles < _FEW_SPLIT * call.device.sms else most
     return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
