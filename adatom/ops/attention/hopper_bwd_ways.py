@@ -12,15 +12,17 @@ from adatom.ops.attention.triton_call import Call
 _UPWARDS = 4  # heads in flight at least where tiles walk upwards: those of one head that begin
 # as others of it end come to the same queries at once, which the sum of dQ takes one after the other
 _WAITING = 24  # heads in flight where programs wait for each other under a mask
-_LONGEST_FIRST = 32  # the same under a causal mask where tiles walk downwards
+_LONGEST_FIRST = 32  # the same under a causal mask where tiles walk downwards, and visit all queries (not `Way.look`)
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
 _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
 # without a mask; beside a full bias, which passes through L2, too, half as many
 _FEW = 8  # tiles a multiprocessor below which few heads in order, or any at head_dim 64, go the longest first, not
 # upwards, or by a timetable
 _FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each load
-# nothing ahead for the next one, which of more tiles costs more than waiting; and beside a full bias of many queries
-_FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64
+# nothing ahead for the next one, which of more tiles costs more than waiting. At any head_dim for many queries beside a
+# full bias under a mask
+_FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
+# causal mask; out of order only below _LONG queries
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
 _LONG = 4096  # queries from which on some ways are faster
