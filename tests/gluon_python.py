@@ -6,11 +6,11 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from test_hopper_deep import Machine, Shared, Tensor4, play, register
+from test_hopper_deep import Machine, Shared, Tensor4, bound, play, register
 
 from adatom.ops.attention import hopper_shared_bias as bias_part
 from adatom.ops.attention import hopper_shared_lent as borrowed
@@ -168,7 +168,7 @@ def python(machine: Machine, module: ModuleType, programs: int) -> dict[str, Any
     for source in (common, borrowed, bias_part, whole, module):
         for name, value in vars(source).items():
             if hasattr(value, "fn") and value.fn.__module__ == source.__name__:
-                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__, value.fn.__closure__)
+                names[name] = bound(value, names)
             elif name.isupper() and isinstance(getattr(value, "value", None), (int, float)):
                 names[name] = value.value
     names["named_sync"] = lambda number, threads: machine.all.wait(10)

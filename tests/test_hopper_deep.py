@@ -39,6 +39,12 @@ F32 = torch.float32
 END = hopper.END.value
 
 
+def bound(function: Any, names: dict[str, Any]) -> FunctionType:
+    """A function of device code as Python, whose names are these."""
+    f = function.fn
+    return FunctionType(f.__code__, names, f.__name__, f.__defaults__, f.__closure__)
+
+
 class Register(torch.Tensor):
     """What a warpgroup holds."""
 
@@ -250,9 +256,7 @@ class Machine:
         for module in (walk, query, feed, hopper):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in names:
-                    names[name] = FunctionType(
-                        function.fn.__code__, names, name, function.fn.__defaults__, function.fn.__closure__
-                    )
+                    names[name] = bound(function, names)
         return names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from test_hopper_deep import (  # noqa: E402
     Machine,
     Shared,
     Tensor4,
+    bound,
     clear_rows,
     register,
     shared,
@@ -128,9 +129,7 @@ class Forward(Machine):
         for module in (hopper, hopper_fwd_tiles, hopper_fast_tiles, hopper_deep_tiles, kernel):
             for name, function in vars(module).items():
                 if hasattr(function, "fn") and name not in PYTHON:
-                    names[name] = FunctionType(
-                        function.fn.__code__, names, name, function.fn.__defaults__, function.fn.__closure__
-                    )
+                    names[name] = bound(function, names)
         tile = names["tile_of"]
         names["tile_of"] = lambda *a: tuple(Int(n) for n in tile(*a))
         return names

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ pytest.importorskip("triton.experimental.gluon")
 import gluon_python as shared  # noqa: E402
 import test_hopper_shared_lent as lent  # noqa: E402
 from gluon_python import Box  # noqa: E402
-from test_hopper_deep import Machine, play, register  # noqa: E402
+from test_hopper_deep import Machine, bound, play, register  # noqa: E402
 from test_hopper_shared import H100, of_slices  # noqa: E402
 
 from adatom.device import pretend  # noqa: E402
@@ -79,7 +79,7 @@ def python(machine: Machine, module: ModuleType, programs: int, **known: Any) ->
     names = shared.python(machine, module, programs)
     for name, value in vars(tiles_part).items():
         if hasattr(value, "fn") and value.fn.__module__ == tiles_part.__name__:
-            names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__, value.fn.__closure__)
+            names[name] = bound(value, names)
     names["tile_of"] = lambda *a, of=names["tile_of"]: tuple(map(shared.Whole, of(*a)))
     names |= {name: value.value for name, value in vars(module).items() if name in ("PEAK",)}
     language = names["gl"]

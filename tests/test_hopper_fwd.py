@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from test_hopper_deep import Machine, Shared, Tensor4, clear_rows, register, shared, where  # noqa: E402
+from test_hopper_deep import Machine, Shared, Tensor4, bound, clear_rows, register, shared, where  # noqa: E402
 
 from adatom.device import Device, pretend  # noqa: E402
 from adatom.ops.attention import hopper_fast_tiles as fast_tiles  # noqa: E402
@@ -135,9 +135,7 @@ def python(pid: int, seed: int, again: list[int], most: int = 2) -> dict[str, An
     for module in (hopper, tiles, fast_tiles, fast):
         for name, function in vars(module).items():
             if hasattr(function, "fn") and name not in names:
-                names[name] = FunctionType(
-                    function.fn.__code__, names, name, function.fn.__defaults__, function.fn.__closure__
-                )
+                names[name] = bound(function, names)
     computed = names["_again"]
     names["_pin"] = lambda sums: None
     names["_again"] = lambda *args: (again.append(1), computed(*args))[1]
