@@ -17,7 +17,7 @@ from adatom.ops.attention.api import inputs_of
 
 pytest.importorskip("triton.experimental.gluon")
 
-from test_hopper import EDGE, H100, as_python, blocks_of, run_interpreted  # noqa: E402
+from test_hopper import EDGE, H100, as_python, blocks_of  # noqa: E402
 
 from adatom.ops.attention import hopper_bwd as backward  # noqa: E402
 from adatom.ops.attention import hopper_bwd_cut as cut  # noqa: E402
@@ -552,32 +552,6 @@ def test_who_claims_pieces_never_waits_in_a_circle():
             programs = ((0, a), (1, b)), ((1, c), (0, d))
             found |= {ahead for ahead in range(feed.AHEAD.value + 1) if ahead not in found and circle(programs, ahead)}
     assert found == set(range(feed.AHEAD.value))
-
-
-UNSEEN = """
-import torch
-from adatom.ops.attention.hopper_bwd_ends import _behind_kernel
-
-for dim, block_m in ((32, 128), (64, 128), (128, 64)):
-    heads, len_q = 3, 200
-    n_m = -(-len_q // block_m)
-    turns = torch.arange(2 * heads * n_m, dtype=torch.int32) % 3
-    sums = torch.randn(len(turns), 64 * min(dim, 64))
-    found = []
-    for look, unseen in ((False, 0.0), (True, float("nan"))):
-        dq = torch.full((1, heads, len_q, dim), float("nan"))
-        _behind_kernel[(len(turns),)](
-            sums.masked_fill(turns[:, None] == 0, unseen), dq, turns, None, *dq.stride()[:3], heads, len_q, n_m, 1, 0.5,
-            HEAD_DIM=dim, D=dim, LOOK=look, VARLEN=False, EARLY=False, PIECE=1, BLOCK_M=block_m,
-        )
-        found.append(dq)
-    assert torch.equal(*found) and (found[0] == 0).any() and (found[0] != 0).any()
-"""
-
-
-def test_a_sum_that_nobody_wrote_is_zero():
-    """What lies there may be NaN."""
-    run_interpreted(UNSEEN)
 
 
 @pytest.mark.parametrize("size", [(500, 3, 64), (1, 3, 40), (7, 1, 128)])

@@ -78,12 +78,12 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
-                ABREAST: gl.constexpr, SHIFTED: gl.constexpr, THIRD: gl.constexpr, ALONE: gl.constexpr,
-                LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr,
-                BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
-                LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr,
-                DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr,
-                KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                ABREAST: gl.constexpr, CHAINS: gl.constexpr, SHIFTED: gl.constexpr, THIRD: gl.constexpr,
+                ALONE: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr,
+                DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+                RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
+                TILES: gl.constexpr, DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
+                INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum, or left to the kernel behind.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -91,15 +91,15 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     that), +inf where a query sees nothing or does not exist. repeats: consecutive batch elements share a slice of the
     bias, whose number is multiplied by bias_b, that of the head by bias_h, which are 0 along dimensions of size 1.
     DBias: as the scores, in the dtype of dS. Sums: float32 (batch, heads, len_k), dS summed over queries. DQ: float32
-    [-1, 128], the pieces of `_add_dq` by batch, head, block of queries and consumer. Turns: int32, for each such piece
-    how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`), n_heads
-    is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr, of the
-    pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile that
-    is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies. scale_log2: scale in
-    log2 units.
+    [-1, 128], the pieces of `_add_dq` by batch, head, block of queries, chain and consumer. Turns: int32, for each such
+    piece how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`),
+    n_heads is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr,
+    of the pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile
+    that is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies. scale_log2:
+    scale in log2 units.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ORDERED,
-                                   FIRST, CLAIM, UP, ABREAST, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
+                                   FIRST, CLAIM, UP, ABREAST, CHAINS, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
                                    BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, DQ_BEHIND, SUMS,
                                    WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
@@ -218,7 +218,7 @@ class Launches(NamedTuple):
     blocks: int  # of queries, of all heads
     block_m: int
     sums: int  # lines of 128 numbers of the sum of dQ
-    turns: bool  # programs wait for each other
+    turns: int  # numbers by which programs wait for each other
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
@@ -263,8 +263,9 @@ def _launches(
     n_m = blocks_of_head(call, m)
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], way.look, DLSE=dlse, SUM=summed and not way.first,
-                          TURNS=way.first, PLAIN=plain, NATURAL=natural, BIAS=kind == QUERY.value)  # fmt: skip
+    before, behind = ends(call, dim, m, out, dout, grads[0], way.look or way.chains > 1, way.chains, DLSE=dlse,
+                          SUM=summed and not way.first, TURNS=2 * way.chains * way.first, PLAIN=plain, NATURAL=natural,
+                          BIAS=kind == QUERY.value)  # fmt: skip
     sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms
     rest = n_tiles % sms  # of the last round, of programs that take tiles in turn
     pieces, whole = pieces_of(rest, n_m, sharing, sms) if way.cut else 1, n_tiles - rest
@@ -294,7 +295,7 @@ def _launches(
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "ABREAST": way.abreast, "SHIFTED": way.timetable is not None, "THIRD": way.third,
+            "ABREAST": way.abreast, "CHAINS": way.chains, "SHIFTED": way.timetable is not None, "THIRD": way.third,
             "ALONE": way.third and sharing == 1 and not ordered, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
@@ -308,11 +309,12 @@ def _launches(
     table = table_launch(call, n, rows, least, True, m) if call.varlen else None
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
-    sums = n_blocks * m * dim // 128 if summed else 0
+    sums = n_blocks * way.chains * m * dim // 128 if summed else 0
+    turns = 2 * n_blocks * way.chains * way.first
     added = None
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
-    return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, way.first,
+    return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, turns,
                     dbias, plain, splits, (units - whole, 2, n, dim))
 
 
@@ -331,7 +333,7 @@ def _backward(
     rows, delta = empty((2, plan.blocks * plan.block_m), lse).unbind()
     total = empty((plan.sums, 128), lse) if plan.sums else None
     taken = torch.empty(1, dtype=torch.int32, device=lse.device)
-    turns = torch.empty(2 * plan.blocks, dtype=torch.int32, device=lse.device) if plan.turns else None
+    turns = torch.empty(plan.turns, dtype=torch.int32, device=lse.device) if plan.turns else None
     order, bias = None, x.bias
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)

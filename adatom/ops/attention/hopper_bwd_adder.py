@@ -20,6 +20,10 @@ hardly anybody waits, however few tiles there are. But tiles also wait for some 
 begun: all that run together must find room on the GPU. By the timetable each visit waits for earlier ones alone, or, of
 those at one time, for those of higher numbers: the first that is not made yet can always be made.
 
+CHAINS: the sum of a block of queries is several, each of every so manyth tile of keys, and a tile waits only for the
+one before it of its own sum. Of few heads many tiles run together, and each comes to a block behind the one before it,
+which costs a turn each; so it costs half as many. The kernel behind adds the sums, in one order.
+
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
 before, and all who visit it go through its heads and blocks in one order: whoever is waited for is ahead of nobody at
@@ -76,6 +80,16 @@ def claim_turn(turn):
 
 
 @gluon.jit
+def sum_of(block, index, PLAN: gl.constexpr):
+    """(which sum of dQ the tile of keys number `index` adds to in a block of queries, how many tiles are ahead there if
+    all before it visit the block)."""
+    if PLAN.CHAINS > 1:
+        return block * PLAN.CHAINS + index % PLAN.CHAINS, index // PLAN.CHAINS
+    else:
+        return block, index
+
+
+@gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds half C of the pieces of dQ to the sum: those of the first keys that visit a block are stored, and the
     others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before, SHIFTED: for
@@ -103,24 +117,26 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             before_begin, _first, _last, _blocks = blocks_of(n0 + BLOCK_N, len_q, len_k, left, right, PLAN)
             index = (len_k - 1) // BLOCK_N - n0 // BLOCK_N
         elif not PLAN.SHIFTED:
-            before_begin, _first, _last, before_blocks = blocks_of(n0 - BLOCK_N, len_q, len_k, left, right, PLAN)
+            before = n0 - PLAN.CHAINS * BLOCK_N
+            before_begin, _first, _last, before_blocks = blocks_of(before, len_q, len_k, left, right, PLAN)
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         seen = 0
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
-            at = Turns + (block * 2 + C)
             if PLAN.SHIFTED:
                 index = place_in_sum(m, n0, begin, blocks, counts, PLAN)
-                first_keys = index == 0
-            elif PLAN.DESCENDING:
-                first_keys = (index == 0) | (m < before_begin)
-            else:
-                first_keys = (index == 0) | (m >= before_begin + before_blocks)
+            place, ahead = sum_of(block, index, PLAN)
+            at = Turns + (place * 2 + C)
+            first_keys = ahead == 0
+            if PLAN.DESCENDING:
+                first_keys |= m < before_begin
+            elif not PLAN.SHIFTED:
+                first_keys |= m >= before_begin + before_blocks
             if PLAN.CLAIM:
                 if j >= AHEAD:
                     first_keys = claim_turn(at) == 0
             elif PLAN.ORDERED:
-                number = gl.where(first_keys, 0, index)
+                number = gl.where(first_keys, 0, ahead)
                 if seen < number:
                     wait_turn(at, number)
             else:
@@ -129,7 +145,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             if PLAN.CLAIM:
                 if j < AHEAD:
                     first_keys = claim_turn(at) == 0
-            row = block * WIDE + C * (WIDE // 2)
+            row = place * WIDE + C * (WIDE // 2)
             if first_keys:
                 tma.async_store(DQ, [row, 0], dq_s.index(C))
             else:
@@ -139,7 +155,8 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             if PLAN.ORDERED:
                 _m, _h, following = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
                 following = gl.where(j + 1 < blocks * sharing, following, block)  # whose turn it may be by now
-                seen = pass_turn_and_look(at, index + 1, Turns + (following * 2 + C))
+                following, _ahead = sum_of(following, index, PLAN)
+                seen = pass_turn_and_look(at, ahead + 1, Turns + (following * 2 + C))
             elif first_keys:
                 pass_turn(at, 1)
             n += 1

@@ -34,7 +34,8 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
                    NATURAL: tl.constexpr, BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
                    PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of a block of queries: delta, lse as the backward wants it (Rows), zeros for the SUM of dQ and the TURNS of its
-    pieces. PLAIN: delta also as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per query."""
+    pieces, so many. PLAIN: delta also as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per
+    query."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     b, h, m0, length, start, row = _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
@@ -45,7 +46,7 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
     if pid == 0:
         tl.store(Taken, 0)
     if TURNS:
-        tl.store(Turns + pid * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+        tl.store(Turns + pid * TURNS + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
     if SUM:
         zeros = tl.arange(0, BLOCK_M * D)
         tl.store(DQ + tl.cast(pid, tl.int64) * (BLOCK_M * D) + zeros, tl.zeros((BLOCK_M * D,), tl.float32))
@@ -73,10 +74,10 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
 
 @triton.jit(do_not_specialize=["heads", "len_q", "n_m", "n_sequences"])
 def _behind_kernel(Sum, DQ, Turns, Cu, stride_b, stride_h, stride_m, heads, len_q, n_m, n_sequences, scale,
-                   HEAD_DIM: tl.constexpr, D: tl.constexpr, LOOK: tl.constexpr, VARLEN: tl.constexpr,
-                   EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """dQ of 64 queries and 32 or 64 columns: the sum, from the order of the accumulators to that of rows, scaled.
-    LOOK: a sum whose turn is still 0 nobody wrote; it is zero."""
+                   HEAD_DIM: tl.constexpr, D: tl.constexpr, LOOK: tl.constexpr, CHAINS: tl.constexpr,
+                   VARLEN: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """dQ of 64 queries and 32 or 64 columns: the sum, or CHAINS sums, from the order of the accumulators to that of
+    rows, scaled. LOOK: a sum whose turn is still 0 nobody wrote; it is zero."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is read first, from L2
     b, h, m0, length, start, row = _block(pid // 2, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
@@ -86,11 +87,15 @@ def _behind_kernel(Sum, DQ, Turns, Cu, stride_b, stride_h, stride_m, heads, len_
         col0 = pid % 2 * 64
     else:
         m0 += pid % 2 * 64
-    X = Sum + tl.cast(pid, tl.int64) * (64 * WIDE) + tl.arange(0, 64 * WIDE)
-    if LOOK:
-        x = tl.load(X, mask=tl.load(Turns + pid) != 0, other=0.0) * scale
-    else:
-        x = tl.load(X) * scale
+    x = tl.zeros((64 * WIDE,), tl.float32)
+    for chain in tl.static_range(CHAINS):
+        piece = (pid // 2 * CHAINS + chain) * 2 + pid % 2
+        X = Sum + tl.cast(piece, tl.int64) * (64 * WIDE) + tl.arange(0, 64 * WIDE)
+        if LOOK:
+            x += tl.load(X, mask=tl.load(Turns + piece) != 0, other=0.0)
+        else:
+            x += tl.load(X)
+    x *= scale
     x = tl.reshape(x, (4, WIDE // 8, 8, 4, 2, 2))
     x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (64, WIDE))
     i = tl.arange(0, 64)[:, None]
@@ -157,10 +162,11 @@ def blocks_of_head(call: Call, block_m: int) -> int:
 
 def ends(
     call: Call, dim: int, block_m: int, out: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor, look: bool,
-    **meta: bool,
+    chains: int, **meta: int,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; look:
-    some blocks nobody may have written; meta: DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the one before."""
+    some blocks nobody may have written; chains: sums of each; meta: DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the
+    one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
     sizes = (call.heads, call.len_q, n_m, call.batch)
@@ -175,7 +181,7 @@ def ends(
     )  # fmt: skip
     behind = Launch(
         _behind_kernel, n_blocks * 2, (*strides_q, *sizes, call.scale),
-        shared | {"HEAD_DIM": call.head_dim, "LOOK": look},
+        shared | {"HEAD_DIM": call.head_dim, "LOOK": look, "CHAINS": chains},
     )  # fmt: skip
     return before, behind
 

@@ -48,6 +48,7 @@ class Plan:
     CLAIM: bool  # beside it: that of the keys that come first, not of those that are first
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     ABREAST: bool  # tiles visit a block of queries of all heads that share their keys, then the next block
+    CHAINS: int  # in order: sums of dQ, each of every so manyth tile; the kernel behind adds them up
     SHIFTED: bool  # in order: tiles that run together are at different blocks, and none waits for long
     THIRD: bool  # a third warpgroup multiplies dQ; it also loads tiles, and adds dQ to a sum that was cleared, but for
     # ORDERED, where other warps load and add

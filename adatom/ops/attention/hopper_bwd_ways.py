@@ -81,6 +81,7 @@ class Way(NamedTuple):
     loops: int = 1
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
+    chains: int = 1
 
 
 class Work(NamedTuple):
@@ -169,7 +170,8 @@ def way_of(work: Work) -> Way:
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
         tiles = "one" if tiles == "static" else tiles
-        return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look)
+        chains = 2 if longest_first and few and work.n_heads < _WAITING and not call.varlen else 1
+        return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look, chains=chains)
     if third:
         return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
     if tiles == "static":
