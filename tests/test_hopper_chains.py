@@ -96,19 +96,22 @@ def test_sums_are_added_and_one_that_nobody_wrote_is_zero():
 @pytest.mark.parametrize(("batch", "heads", "length", "dim", "options", "chains"), [
     (1, 8, 8192, 64, {}, 2), (1, 16, 8192, 64, {}, 2), (2, 16, 4096, 64, {}, 1), (1, 8, 4096, 64, {}, 1),
     (8, 16, 4096, 64, {}, 1), (1, 8, 8192, 64, {"bias": 8192}, 2), (1, 16, 4096, 128, {"bias": 4096}, 2),
-    (1, 8, 8192, 64, {"window": (100, 0)}, 1), (1, 8, 32768, 128, {}, 1),
+    (1, 8, 8192, 64, {"window": (100, 0)}, 1), (1, 8, 32768, 128, {}, 1), (1, 8, 768, 64, {}, 1),
+    (1, 8, 8192, 64, {"keys": 8000}, 1), (1, 8, 8192, 64, {"keys": 8500}, 2), (1, 8, 8192, 64, {"kv_lens": True}, 1),
+    (1, 16, 8192, 64, {"kv_heads": 2}, 2),
 ])  # fmt: skip
 def test_few_heads_have_two_sums(batch, heads, length, dim, options, chains):
     """In order, where the longest tiles go first, without a timetable, and tiles are few. There is memory for both."""
     q = torch.empty(batch, heads, length, dim, dtype=torch.bfloat16, device="meta")
-    if "bias" in options:
-        options = {"bias": torch.empty(heads, length, length, dtype=torch.bfloat16, device="meta")}
     given = {"causal": True, **options}
-    if "window" in options:
-        given.pop("causal")
+    k = q.new_empty(batch, given.pop("kv_heads", heads), given.pop("keys", length), dim)
+    if "bias" in options:
+        given["bias"] = q.new_empty(heads, length, length)
+    if "kv_lens" in options:
+        given["kv_lens"] = torch.empty(batch, dtype=torch.int32, device="meta")
     with pretend(H100):
-        x, o, _ = inputs_of(q=q, k=q, v=q, **given)
-        fast, plan = (backward._launches(x, o, q, q, (q, q, q), False, False, how) for how in (False, True))
+        x, o, _ = inputs_of(q=q, k=k, v=k, **given)
+        fast, plan = (backward._launches(x, o, q, q, (q, k, k), False, False, how) for how in (False, True))
     assert plan.main.meta["CHAINS"] == plan.behind.meta["CHAINS"] == chains and fast.main.meta["CHAINS"] == 1
     assert plan.sums * 128 == chains * q.numel() and plan.turns == 2 * chains * plan.blocks
     assert plan.before.meta["TURNS"] == 2 * chains and plan.behind.meta["LOOK"] >= (chains > 1)

@@ -117,3 +117,14 @@ def test_dimensions_of_size_1_may_have_any_stride():
     made = launches(64, 512, True, heads=4, causal=True)
     described = made.behind.describe(k, (128, 64))
     assert described.shape == [1, 4, 512, 64] and described.strides == [16, 32768, 64, 1]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_nobody_shares_fewer_keys_in_order_where_nothing_is_summed(ordered):
+    """Both rows are then one kernel."""
+    q, k = (torch.empty(1, n, 4096, 64, dtype=torch.bfloat16, device="meta") for n in (32, 8))
+    bias = q.new_empty(1, 32, 4096, 4096).requires_grad_()
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, causal=True, bias=bias)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, True, ordered)
+    assert plan.main.meta["DQ_BEHIND"] and not plan.main.meta["ORDERED"] and plan.splits == 2

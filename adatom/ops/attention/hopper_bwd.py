@@ -244,17 +244,17 @@ def _launches(
     config = CONFIGS[dim, left or right or lens or call.varlen]
     assert dim < 128 or (config.parts, config.late) == (1, False)  # Plan.DENSE waits for products in that order
     inside = blocks_inside(call, dim, config.block_m)
-    splits = splits_of(call, dim, ordered)
     dbias, kind = _gradient(x, o, wanted), call.meta["BIAS"]
     stored = dbias.tiles and not inside and from_tiles(call, dim, ordered)
     from_stored = dq_behind(call, dim, grads[0]) if stored else None
+    summed = not (inside or stored)  # in memory
+    ordered = ordered and summed
+    splits = splits_of(call, dim, ordered)
     call.kv_heads *= splits  # from here on each part is a head
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
-    summed = not (inside or stored)  # in memory
-    ordered = ordered and summed
     work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, summed, dbias.sums, n_heads, n_tiles)
     way = way_of(work)
     config = beside_third(config, ordered) if way.third else config

@@ -20,9 +20,9 @@ hardly anybody waits, however few tiles there are. But tiles also wait for some 
 begun: all that run together must find room on the GPU. By the timetable each visit waits for earlier ones alone, or, of
 those at one time, for those of higher numbers: the first that is not made yet can always be made.
 
-CHAINS: the sum of a block of queries is several, each of every so manyth tile of keys, and a tile waits only for the
-one before it of its own sum. Of few heads many tiles run together, and each comes to a block behind the one before it,
-which costs a turn each; so it costs half as many. The kernel behind adds the sums, in one order.
+CHAINS: the sum of a block of queries is several, each of every so manyth tile of keys, and "before" means before in the
+same sum. Of few heads many tiles run together, and each comes to a block behind the one before it, which costs a turn;
+with two sums half as many. The kernel behind adds the sums, in one order.
 
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
@@ -97,6 +97,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     heads, kv_heads, n_heads, group, splits, most_q, most_k, left, right, _ = counts
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
+    gl.static_assert(PLAN.CHAINS == 1 or PLAN.ORDERED and not (PLAN.DESCENDING or PLAN.SHIFTED))
     WIDE: gl.constexpr = min(PLAN.D, 64)
     sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)

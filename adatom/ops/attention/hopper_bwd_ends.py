@@ -33,9 +33,9 @@ def _before_kernel(Out, DOut, Lse, DLse, Rows, Delta, DQ, Taken, Turns, Plain, C
                    DLSE: tl.constexpr, SUM: tl.constexpr, TURNS: tl.constexpr, PLAIN: tl.constexpr,
                    NATURAL: tl.constexpr, BIAS: tl.constexpr, VARLEN: tl.constexpr, EARLY: tl.constexpr,
                    PIECE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a block of queries: delta, lse as the backward wants it (Rows), zeros for the SUM of dQ and the TURNS of its
-    pieces, so many. PLAIN: delta also as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias per
-    query."""
+    """Of a block of queries: delta, lse as the backward wants it (Rows), zeros for the SUM of dQ and TURNS zeros for
+    the turns of its pieces. PLAIN: delta also as lse lies. NATURAL: lse in natural units, not log2. BIAS: less the bias
+    per query."""
     after_previous(EARLY)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # what is wanted first is written last, and is in L2
     b, h, m0, length, start, row = _block(pid, Cu, heads, len_q, n_m, n_sequences, VARLEN, BLOCK_M)
@@ -165,7 +165,7 @@ def ends(
     chains: int, **meta: int,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """The launches (before, behind) for a float32 sum with `dim` columns in memory, in blocks of block_m queries; look:
-    some blocks nobody may have written; chains: sums of each; meta: DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the
+    some sums nobody may have written; chains: sums of a block; meta: DLSE, SUM, TURNS, PLAIN, NATURAL and BIAS of the
     one before."""
     n_m = blocks_of_head(call, block_m)
     n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)

@@ -81,7 +81,7 @@ class Way(NamedTuple):
     loops: int = 1
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
-    chains: int = 1
+    chains: int = 1  # a power of two
 
 
 class Work(NamedTuple):
@@ -106,6 +106,10 @@ class Work(NamedTuple):
     @property
     def per_sm(self) -> float:
         return self.n_tiles / self.call.device.sms
+
+    @property
+    def per_head(self) -> int:
+        return self.n_tiles // max(self.n_heads, 1)
 
 
 def blocks_inside(call: Call, dim: int, block_m: int) -> int:
@@ -170,7 +174,7 @@ def way_of(work: Work) -> Way:
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
         tiles = "one" if tiles == "static" else tiles
-        chains = 2 if longest_first and few and work.n_heads < _WAITING and not call.varlen else 1
+        chains = 2 if longest_first and few and not look and work.n_heads < _WAITING <= 3 * work.per_head else 1
         return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look, chains=chains)
     if third:
         return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)

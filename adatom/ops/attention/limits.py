@@ -291,7 +291,7 @@ def hopper_bwd(p: Problem) -> str | None:
 
 def _keys_of_all(p: Problem) -> int:
     """Keys of all programs of the Gluon backward. Of many heads that share keys under a causal mask, these take four at
-    most."""
+    most (few of head_dim 64 have one each, hopper_bwd_ways.py: that was not timed where there are fewer yet)."""
     split = p.causal and not p.window and p.seqlen_k <= 2 * p.seqlen_q
     return (1 if p.varlen else p.batch) * (max(p.kv_heads, p.heads // 4) if split else p.kv_heads) * p.seqlen_k
 
