@@ -18,9 +18,9 @@ _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs
 # without a mask; beside a full bias, which passes through L2, too, half as many
 _FEW = 8  # tiles a multiprocessor below which few heads in order, or any at head_dim 64, go the longest first, not
 # upwards, or by a timetable
-_FEW_64 = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each load
-# nothing ahead for the next one, which of more tiles costs more than waiting. At any head_dim for many queries beside a
-# full bias under a mask
+_FEW_TABLED = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each
+# load nothing ahead for the next one, which of more tiles costs more than waiting. At any head_dim for many queries
+# beside a full bias under a mask
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
 # causal mask; out of order only below _LONG queries
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
@@ -104,6 +104,11 @@ class Work(NamedTuple):
         return self.call.meta["BIAS"] == FULL.value
 
     @property
+    def causal(self) -> bool:
+        """Whether there is an edge to the right, and none to the left."""
+        return self.call.right >= 0 > self.call.left
+
+    @property
     def per_sm(self) -> float:
         return self.n_tiles / self.call.device.sms
 
@@ -150,7 +155,7 @@ def way_of(work: Work) -> Way:
     for one that may not have begun, but by a timetable. Whoever claims a piece waits for nobody that has not."""
     call, tiles = work.call, work.tiles
     edge, window = call.right >= 0, call.left >= 0
-    causal, plain = edge and not window, call.x.bias is None
+    causal, plain = work.causal, call.x.bias is None
     wide, long, shared = work.dim > 64, call.len_q >= _LONG, call.heads > call.kv_heads
     lens, softcap = call.x.kv_lens is not None, call.o.softcap > 0
     first = work.summed
@@ -207,7 +212,7 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
     long, right = call.len_q >= _LONG, call.right >= 0
     fewer = dim == 64 or long and work.full if right else dim == 64 and not (long or work.full)
-    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < (_FEW_64 if fewer else _FEW) * sms:
+    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < (_FEW_TABLED if fewer else _FEW) * sms:
         return None
     if call.varlen or call.x.kv_lens is not None or call.left >= 0:
         return None
@@ -251,7 +256,6 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     call, n_heads, n_tiles, sms = work.call, work.n_heads, work.n_tiles, work.call.device.sms
     sharing, right = call.heads // max(call.kv_heads, 1), call.right >= 0
     rows = _L2_BYTES // (sharing * work.dim * 8)  # whose queries, dO and sum of dQ lie in L2
-    causal = right and call.left < 0 and not call.varlen
     if work.ordered and way.third and way.up:  # the more heads go together, the less they wait, L2 or not
         rows *= 2
     least = _UPWARDS if way.up and not work.ordered else 1
@@ -260,7 +264,7 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     crowd = work.ordered and not way.up
     if crowd:  # so many heads that those who wait for each other do not fill the GPU
         rows = max(rows, 3 * sms * work.block_m // sharing)
-        waiting = _ABREAST if way.abreast else _LONGEST_FIRST if causal and not way.look else _WAITING
+        waiting = _ABREAST if way.abreast else _LONGEST_FIRST if work.causal and not way.look else _WAITING
         least = max(least, waiting // sharing, 1) if right else 1
     group = max(1, min(n_heads, max(rows // call.len_q, least)))
     if way.timetable is not None:
@@ -273,7 +277,7 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
         if crowd and not (call.varlen or right or call.left >= 0 or work.full and work.per_sm >= _FEW_FULL):
             more = (_AT_ONCE // 2 if work.full else _AT_ONCE) * sms // max(n_tiles, 1)
             group = min(max(group, more), n_heads)
-        if crowd and causal:
+        if crowd and work.causal and not call.varlen:
             group = _evenly(n_heads, group + group // 4)
         elif not call.varlen and (way.cut or right != crowd):
             group = _equal(n_heads, range(group, group // 2, -1))
