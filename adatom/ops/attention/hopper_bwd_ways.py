@@ -12,15 +12,20 @@ from adatom.ops.attention.triton_call import Call
 _UPWARDS = 4  # heads in flight at least where tiles walk upwards: those of one head that begin
 # as others of it end come to the same queries at once, which the sum of dQ takes one after the other
 _WAITING = 24  # heads in flight where programs wait for each other under a mask
-_LONGEST_FIRST = 32  # the same under a causal mask where tiles walk downwards, and visit all queries (not `Way.look`)
+_LONGEST_FIRST = 32  # the same under a causal mask where tiles walk downwards, but for packed sequences
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
 _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
 # without a mask; beside a full bias, which passes through L2, too, half as many
-_FEW = 8  # tiles a multiprocessor below which few heads in order, or any at head_dim 64, go the longest first, not
-# upwards, or by a timetable
+_FEW = 8  # tiles a multiprocessor below which heads in order go the longest first, not upwards, or by a timetable
 _FEW_TABLED = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each
 # load nothing ahead for the next one, which of more tiles costs more than waiting. At any head_dim for many queries
 # beside a full bias under a mask
+_TABLED = 128  # the same, times queries over head_dim, for a timetable under a mask: of more work a tile, waiting for
+# whoever is late costs more
+_CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; beside a third warpgroup half as many
+_IN_TURN = 8  # tiles that run together for each sum, at head_dim 64; else twice as many, and beside a full bias half as
+# many at head_dim 64, where a turn takes longer
+_SUMS = 16  # sums, times tiles a multiprocessor, at most: memory, and what the kernel behind has to read
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
 # causal mask; out of order only below _LONG queries
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
@@ -174,12 +179,12 @@ def way_of(work: Work) -> Way:
         return Way("one", first, timetable=timetable, third=third, loops=3 if loops > 1 else 1)
     if work.ordered:
         abreast = causal and wide and shared and not work.sums
-        few = work.per_sm < _FEW and (work.dim == 64 or call.batch * call.heads < _WAITING)
+        few = work.per_sm < _FEW
         longest_first = causal and not shared and (work.full or softcap or few)
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
         tiles = "one" if tiles == "static" else tiles
-        chains = 2 if longest_first and few and not look and work.n_heads < _WAITING <= 3 * work.per_head else 1
+        chains = _chains(work, third) if longest_first and few else 1
         return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look, chains=chains)
     if third:
         return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
@@ -201,6 +206,16 @@ def _long_for_third(work: Work) -> bool:
     return fewer >= _THIRD[0] and more >= _THIRD[1]
 
 
+def _chains(work: Work, third: bool) -> int:
+    """How many sums of dQ few long heads have whose tiles, in order, go the longest first. Each tile comes to a block a
+    turn behind the one before it of its sum. Where all tiles find room at once, or nearly, turns matter little."""
+    if work.call.varlen or work.n_heads > (_CHAINED // 2 if third else _CHAINED) or work.per_head < 8:
+        return 1
+    turns = _IN_TURN // 2 if work.dim == 64 and work.full else _IN_TURN * work.dim // 64
+    most = min(work.call.device.sms / (turns * work.n_heads), _SUMS / work.per_sm)
+    return 2 if work.per_sm < 1.5 or most < 4 else 4 if most < 8 else 8
+
+
 def _timetable(work: Work) -> tuple[int, int] | None:
     """Whether tiles in order go by a timetable (`feed.place_in_sum`), where all that run together must be on the GPU:
     (tiles of a head that do, heads that do), or None. Where that was faster: where few tiles fill the GPU evenly.
@@ -212,7 +227,10 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
     long, right = call.len_q >= _LONG, call.right >= 0
     fewer = dim == 64 or long and work.full if right else dim == 64 and not (long or work.full)
-    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < (_FEW_TABLED if fewer else _FEW) * sms:
+    few = _FEW_TABLED if fewer else _FEW
+    if right:
+        few = min(few, _TABLED * dim / call.len_q)
+    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < few * sms:
         return None
     if call.varlen or call.x.kv_lens is not None or call.left >= 0:
         return None
@@ -243,11 +261,10 @@ def _equal(heads: int, sizes: range) -> int:
     return next((size for size in sizes if heads % size == 0), sizes[0])
 
 
-def _evenly(heads: int, most: int) -> int:
-    """The size of as few equal groups as can be, of at most so many heads: in a small last group, programs of few heads
-    would wait for each other."""
-    heads = max(heads, 1)
-    return -(-heads // -(-heads // most))
+def _evenly(heads: int, size: int) -> int:
+    """The size of equal groups that comes nearest to `size`, the larger of two: in a small last group, programs of few
+    heads would wait for each other."""
+    return -(-heads // max(-(-(2 * heads - size) // (2 * size)), 1))
 
 
 def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
@@ -264,7 +281,7 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     crowd = work.ordered and not way.up
     if crowd:  # so many heads that those who wait for each other do not fill the GPU
         rows = max(rows, 3 * sms * work.block_m // sharing)
-        waiting = _ABREAST if way.abreast else _LONGEST_FIRST if work.causal and not way.look else _WAITING
+        waiting = _ABREAST if way.abreast else _LONGEST_FIRST if work.causal and not call.varlen else _WAITING
         least = max(least, waiting // sharing, 1) if right else 1
     group = max(1, min(n_heads, max(rows // call.len_q, least)))
     if way.timetable is not None:
@@ -278,7 +295,7 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
             more = (_AT_ONCE // 2 if work.full else _AT_ONCE) * sms // max(n_tiles, 1)
             group = min(max(group, more), n_heads)
         if crowd and work.causal and not call.varlen:
-            group = _evenly(n_heads, group + group // 4)
+            group = _evenly(n_heads, group)
         elif not call.varlen and (way.cut or right != crowd):
             group = _equal(n_heads, range(group, group // 2, -1))
     return rows, least, group
