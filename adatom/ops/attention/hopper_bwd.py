@@ -78,12 +78,12 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
                 D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
-                ABREAST: gl.constexpr, CHAINS: gl.constexpr, SHIFTED: gl.constexpr, THIRD: gl.constexpr,
-                ALONE: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr, ONCE: gl.constexpr,
-                DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-                RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr,
-                TILES: gl.constexpr, DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
-                INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                ABREAST: gl.constexpr, CHAINS: gl.constexpr, CROSSED: gl.constexpr, SHIFTED: gl.constexpr,
+                THIRD: gl.constexpr, ALONE: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr,
+                ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
+                STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr,
+                BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr,
+                WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum, or left to the kernel behind.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -99,9 +99,9 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     scale in log2 units.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ORDERED,
-                                   FIRST, CLAIM, UP, ABREAST, CHAINS, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE, DYNAMIC,
-                                   BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES, DQ_BEHIND, SUMS,
-                                   WIDE, INSIDE, KV_STAGES)
+                                   FIRST, CLAIM, UP, ABREAST, CHAINS, CROSSED, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE,
+                                   DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES,
+                                   DQ_BEHIND, SUMS, WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -295,7 +295,8 @@ def _launches(
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "ABREAST": way.abreast, "CHAINS": way.chains, "SHIFTED": way.timetable is not None, "THIRD": way.third,
+            "ABREAST": way.abreast, "CHAINS": way.chains, "CROSSED": way.crossed,
+            "SHIFTED": way.timetable is not None, "THIRD": way.third,
             "ALONE": way.third and sharing == 1 and not ordered, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,

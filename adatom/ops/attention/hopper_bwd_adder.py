@@ -42,6 +42,7 @@ from adatom.ops.attention.hopper_bwd_feed import (
     tile_told,
     tiles_in_all,
     told,
+    upwards,
     visit,
 )
 from adatom.tiles.hopper import (
@@ -80,13 +81,18 @@ def claim_turn(turn):
 
 
 @gluon.jit
-def sum_of(block, index, PLAN: gl.constexpr):
-    """(which sum of dQ the tile of keys number `index` adds to in a block of queries, how many tiles are ahead there if
-    all before it visit the block)."""
-    if PLAN.CHAINS > 1:
-        return block * PLAN.CHAINS + index % PLAN.CHAINS, index // PLAN.CHAINS
-    else:
-        return block, index
+def chain_of(n0, begin, len_k, PLAN: gl.constexpr):
+    """(which sum of dQ of a block the tile of keys n0.. adds to, how many tiles are ahead there if all before it visit
+    the block, first key of the one before)."""
+    tile = n0 // BLOCK_N
+    ahead, before = tile // PLAN.CHAINS, n0 - PLAN.CHAINS * BLOCK_N
+    behind, after = ((len_k - 1) // BLOCK_N - tile) // PLAN.CHAINS, n0 + PLAN.CHAINS * BLOCK_N
+    if PLAN.CROSSED:
+        up = upwards(begin, PLAN)
+        ahead, before = gl.where(up, behind, ahead), gl.where(up, after, before)
+    elif PLAN.DESCENDING:
+        ahead, before = behind, after
+    return tile % PLAN.CHAINS, ahead, before
 
 
 @gluon.jit
@@ -98,6 +104,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
     gl.static_assert(PLAN.CHAINS == 1 or PLAN.ORDERED and not (PLAN.DESCENDING or PLAN.SHIFTED))
+    gl.static_assert(not PLAN.CROSSED or PLAN.CHAINS % 2 == 0)
     WIDE: gl.constexpr = min(PLAN.D, 64)
     sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)
@@ -113,23 +120,20 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             release(kv_empty, turn, PLAN.KV_STAGES)
         begin, _first, _last, blocks = blocks_of(n0, len_q, len_k, left, right, PLAN)
         begin, blocks = blocks_of_piece(t, n0, begin, blocks, counts, PLAN)
-        index = n0 // BLOCK_N
-        if PLAN.DESCENDING:
-            before_begin, _first, _last, _blocks = blocks_of(n0 + BLOCK_N, len_q, len_k, left, right, PLAN)
-            index = (len_k - 1) // BLOCK_N - n0 // BLOCK_N
-        elif not PLAN.SHIFTED:
-            before = n0 - PLAN.CHAINS * BLOCK_N
-            before_begin, _first, _last, before_blocks = blocks_of(before, len_q, len_k, left, right, PLAN)
+        chain, ahead, before = chain_of(n0, begin, len_k, PLAN)
+        before_begin, _first, _last, before_blocks = blocks_of(before, len_q, len_k, left, right, PLAN)
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         seen = 0
         for j in range(blocks * sharing):
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
             if PLAN.SHIFTED:
-                index = place_in_sum(m, n0, begin, blocks, counts, PLAN)
-            place, ahead = sum_of(block, index, PLAN)
+                ahead = place_in_sum(m, n0, blocks, counts)
+            place = block * PLAN.CHAINS + chain
             at = Turns + (place * 2 + C)
             first_keys = ahead == 0
-            if PLAN.DESCENDING:
+            if PLAN.CROSSED:
+                first_keys |= upwards(begin, PLAN) & (m < before_begin)
+            elif PLAN.DESCENDING:
                 first_keys |= m < before_begin
             elif not PLAN.SHIFTED:
                 first_keys |= m >= before_begin + before_blocks
@@ -156,7 +160,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
             if PLAN.ORDERED:
                 _m, _h, following = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
                 following = gl.where(j + 1 < blocks * sharing, following, block)  # whose turn it may be by now
-                following, _ahead = sum_of(following, index, PLAN)
+                following = following * PLAN.CHAINS + chain
                 seen = pass_turn_and_look(at, ahead + 1, Turns + (following * 2 + C))
             elif first_keys:
                 pass_turn(at, 1)

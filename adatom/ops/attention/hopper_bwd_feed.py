@@ -49,7 +49,8 @@ class Plan:
     UP: bool  # tiles walk upwards: those that begin together are at different blocks of queries, or DESCENDING
     ABREAST: bool  # tiles visit a block of queries of all heads that share their keys, then the next block
     CHAINS: int  # in order: sums of dQ, each of every so manyth tile; the kernel behind adds them up
-    SHIFTED: bool  # in order: tiles that run together are at different blocks, and none waits for long
+    CROSSED: bool  # in order, causal: every other tile walks upwards, the others downwards; CHAINS are even
+    SHIFTED: bool  # in order, no mask: tiles that run together are at different blocks, and none waits for long
     THIRD: bool  # a third warpgroup multiplies dQ; it also loads tiles, and adds dQ to a sum that was cleared, but for
     # ORDERED, where other warps load and add
     ALONE: bool  # beside it, not ORDERED: no heads share their keys
@@ -161,22 +162,18 @@ def before_first(hk, first, begin, sharing, stride):
 
 
 @gluon.jit
-def upwards(begin, blocks, PLAN: gl.constexpr):
-    """SHIFTED under a causal mask: whether a tile walks upwards. Half of a head's tiles do, each two visits behind the
-    next one: those that see more than half of the queries, or, if a tile is as long as a block, every other one."""
-    if PLAN.BLOCK_M == BLOCK_N:
-        return begin % 2 == 0
-    else:
-        return begin < blocks
+def upwards(begin, PLAN: gl.constexpr):
+    """CROSSED: whether a tile walks upwards, every other one, that of the first keys too; begin: its first block."""
+    return begin // (BLOCK_N // PLAN.BLOCK_M) % 2 == 0
 
 
 @gluon.jit
-def shifted_ends(begin, blocks, PLAN: gl.constexpr):
-    """SHIFTED: the (first, last) block of queries that a tile visits in a head. Without a mask it goes round, from
-    `begin` upwards and from block 0 to the one before `begin`."""
-    if PLAN.RIGHT:
+def own_ends(begin, blocks, PLAN: gl.constexpr):
+    """The (first, last) block of queries that a tile visits in a head. CROSSED: upwards or downwards. SHIFTED: it goes
+    round, from `begin` upwards and from block 0 to the one before `begin`."""
+    if PLAN.CROSSED:
         last = begin + blocks - 1
-        up = upwards(begin, blocks, PLAN)
+        up = upwards(begin, PLAN)
         return gl.where(up, begin, last), gl.where(up, last, begin)
     else:
         return begin, gl.where(begin == 0, blocks, begin) - 1
@@ -191,38 +188,17 @@ def neighbours(n0, counts):
 
 
 @gluon.jit
-def place_in_sum(m, n0, begin, blocks, counts, PLAN: gl.constexpr):
+def place_in_sum(m, n0, blocks, counts):
     """SHIFTED: how many tiles add to block m of queries ahead of the tile of keys n0..: those that come to it earlier
     by the timetable.
 
-    Without a mask tiles of a head run together (`neighbours`), and begin APART blocks from each other, or as far as
-    there is room: ahead of the one that begins at a block come none, behind it those that began before it, and so on
-    round. Under a causal mask those that walk upwards begin together, each at its diagonal; whoever ends makes room for
-    one of the others, the longest first, which begins two visits later (four, if the number of tiles is odd), at the
-    last block. So block m is visited at the time m - 2 i by number i of those that walk upwards, and by number i of the
-    others at c - m + 2 i.
+    Tiles of a head run together (`neighbours`), and begin APART blocks from each other, or as far as there is room:
+    ahead of the one that begins at a block come none, behind it those that began before it, and so on round.
     """
-    j = n0 // BLOCK_N
-    if PLAN.RIGHT:
-        R: gl.constexpr = BLOCK_N // PLAN.BLOCK_M
-        n = begin + blocks
-        half = (n + 2 * R - 1) // (2 * R)
-        seeing = m // R + 1
-        if R == 1:
-            up, i = (seeing + 1) // 2, j // 2
-        else:
-            up, i = gl.minimum(seeing, half), gl.where(j < half, j, j - half)
-        down = seeing - up
-        meet = m - 1 - (n - (n + R - 1) // R) - half  # if numbers of two add up to less, who walks downwards is first
-        crossed = gl.maximum(meet - i, 0)
-        if_up = up - 1 - i + gl.minimum(crossed, down)
-        if_down = i + up - gl.minimum(crossed, up)
-        return gl.where(upwards(begin, blocks, PLAN), if_up, if_down)
-    else:
-        ahead, together = neighbours(n0, counts)
-        begun = gl.maximum(((m + 1) * together - 1) // blocks, gl.minimum(m // APART, together - 1))  # the last so far
-        behind = begun - (j - ahead)
-        return ahead + behind + gl.where(behind < 0, together, 0)
+    ahead, together = neighbours(n0, counts)
+    begun = gl.maximum(((m + 1) * together - 1) // blocks, gl.minimum(m // APART, together - 1))  # the last so far
+    behind = begun - (n0 // BLOCK_N - ahead)
+    return ahead + behind + gl.where(behind < 0, together, 0)
 
 
 @gluon.jit
@@ -231,8 +207,8 @@ def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr)
     if PLAN.ALONE:
         before = begin - 1 if PLAN.UP else begin + blocks
         return before, hk, first + before
-    elif PLAN.SHIFTED:
-        _, last = shifted_ends(begin, blocks, PLAN)
+    elif PLAN.SHIFTED or PLAN.CROSSED:
+        _, last = own_ends(begin, blocks, PLAN)
         return last, hk * sharing + sharing, first + sharing * stride + last
     elif PLAN.ABREAST:
         return begin + blocks, hk * sharing, first + begin + blocks
@@ -250,11 +226,11 @@ def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     if PLAN.ALONE:
         STEP: gl.constexpr = 1 if PLAN.UP else -1
         return m + STEP, h, block + STEP
-    elif PLAN.SHIFTED:
-        begun_at, last = shifted_ends(begin, blocks, PLAN)
+    elif PLAN.SHIFTED or PLAN.CROSSED:
+        begun_at, last = own_ends(begin, blocks, PLAN)
         new = m == last
-        if PLAN.RIGHT:
-            after = gl.where(new, begun_at, m + gl.where(upwards(begin, blocks, PLAN), 1, -1))
+        if PLAN.CROSSED:
+            after = gl.where(new, begun_at, m + gl.where(upwards(begin, PLAN), 1, -1))
         else:
             after = gl.where(m + 1 == blocks, 0, m + 1)
         return after, h - gl.where(new, 1, 0), block + after - m - gl.where(new, stride, 0)
@@ -301,9 +277,9 @@ def piece_of(t, counts, PLAN: gl.constexpr):
 
 @gluon.jit
 def blocks_of_piece(t, n0, begin, blocks, counts, PLAN: gl.constexpr):
-    """(first block of queries, number) of tile or piece t, of all those of its tile, whose first key is n0. SHIFTED
-    without a mask: where it begins, and all blocks."""
-    if PLAN.SHIFTED and not PLAN.RIGHT:
+    """(first block of queries, number) of tile or piece t, of all those of its tile, whose first key is n0. SHIFTED:
+    where it begins, and all blocks."""
+    if PLAN.SHIFTED:
         ahead, together = neighbours(n0, counts)
         begin = gl.minimum((n0 // BLOCK_N - ahead) * blocks // together, (n0 // BLOCK_N - ahead) * APART)
     if PLAN.CUT:
@@ -332,8 +308,8 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
     number of the first head's block 0 among all blocks of queries, blocks of a head) of tile t.
 
     Heads go in groups whose queries fit in L2. Under a causal mask the first keys, whose tiles are the longest, come
-    first, but for DESCENDING; SHIFTED, if a tile is as long as a block, every other one, then those between. Packed
-    tiles are listed in Order.
+    first, but for DESCENDING; CROSSED: those that walk upwards, the last keys first, then the others, the first keys
+    first. Packed tiles are listed in Order.
     """
     heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, _ = counts
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
@@ -350,9 +326,9 @@ def tile_of(t, Order, Lens, counts, PLAN: gl.constexpr):
         bh, block = head_and_block(t, n_blocks, n_heads, group)
         if PLAN.DESCENDING:
             block = n_blocks - 1 - block
-        if PLAN.SHIFTED and PLAN.RIGHT and BLOCK_M == BLOCK_N:  # every other one, then those between
+        if PLAN.CROSSED:
             half = (n_blocks + 1) // 2
-            block = gl.where(block < half, 2 * block, 2 * (block - half) + 1)
+            block = gl.where(block < half, 2 * (half - 1 - block), 2 * (block - half) + 1)
         b = bh // kv_heads
         return tile_at(b, bh - b * kv_heads, block * BLOCK_N, Lens, counts, PLAN)
 

@@ -50,7 +50,7 @@ def cuts_of(kind, plan):
     last of which do not exist all blocks count as cut by the "right" one."""
     if plan.LOOPS == 1:
         return "any"
-    if plan.SHIFTED:  # tiles that walk upwards have none in the last loop, the others in the first
+    if plan.CROSSED:  # tiles that walk upwards have none in the last loop, the others in the first
         return ("right", "none", "right")[kind]
     return ("right", "none", "left")[kind if plan.UP else plan.LOOPS - 1 - kind]
 
@@ -66,8 +66,8 @@ def visits_of(kind: gl.constexpr, span, ragged, PLAN: gl.constexpr):
     left = blocks * 0
     if PLAN.LEFT:
         left = gl.minimum(gl.maximum(begin + blocks - whole_end, 0), blocks - right)
-    if PLAN.SHIFTED and kind != 1:  # upwards first, downwards last
-        return gl.where(upwards(begin, blocks, PLAN) == (kind == 0), right, 0)
+    if PLAN.CROSSED and kind != 1:  # upwards first, downwards last
+        return gl.where(upwards(begin, PLAN) == (kind == 0), right, 0)
     elif CUTS == "right":
         return right
     elif CUTS == "left":

@@ -87,6 +87,7 @@ class Way(NamedTuple):
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
     chains: int = 1  # a power of two
+    crossed: bool = False
 
 
 class Work(NamedTuple):
@@ -176,7 +177,10 @@ def way_of(work: Work) -> Way:
             loops = 2
     timetable = _timetable(work)
     if timetable is not None:
-        return Way("one", first, timetable=timetable, third=third, loops=3 if loops > 1 else 1)
+        return Way("one", first, timetable=timetable, third=third, loops=loops)
+    if _crossed(work):
+        tiles = "one" if tiles == "static" else tiles
+        return Way(tiles, first, third=third, loops=3 if loops > 1 else 1, chains=2, crossed=True)
     if work.ordered:
         abreast = causal and wide and shared and not work.sums
         few = work.per_sm < _FEW
@@ -216,32 +220,30 @@ def _chains(work: Work, third: bool) -> int:
     return 2 if work.per_sm < 1.5 or most < 4 else 4 if most < 8 else 8
 
 
+def _crossed(work: Work) -> bool:
+    """Whether in order every other tile walks upwards, from the diagonal, and those between downwards: few tiles under
+    a causal mask, as many queries as keys."""
+    call = work.call
+    square = work.causal and call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
+    if not (work.ordered and square and work.summed) or work.sums or call.varlen or call.x.kv_lens is not None:
+        return False
+    return work.dim >= 64 and 1 < work.per_head and work.per_sm < _FEW
+
+
 def _timetable(work: Work) -> tuple[int, int] | None:
     """Whether tiles in order go by a timetable (`feed.place_in_sum`), where all that run together must be on the GPU:
     (tiles of a head that do, heads that do), or None. Where that was faster: where few tiles fill the GPU evenly.
 
     Without a mask a head's tiles run together, and heads behind each other; where these do not fill the GPU, or have no
-    room to begin APART blocks from each other, a part of each of several heads, which lie in L2. Under a causal mask
-    half of the tiles of several heads do; as many queries as keys are a must there.
+    room to begin APART blocks from each other, a part of each of several heads, which lie in L2.
     """
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
-    long, right = call.len_q >= _LONG, call.right >= 0
-    fewer = dim == 64 or long and work.full if right else dim == 64 and not (long or work.full)
-    few = _FEW_TABLED if fewer else _FEW
-    if right:
-        few = min(few, _TABLED * dim / call.len_q)
+    few = _FEW_TABLED if dim == 64 and call.len_q < _LONG and not work.full else _FEW
     if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < few * sms:
         return None
-    if call.varlen or call.x.kv_lens is not None or call.left >= 0:
+    if call.varlen or call.x.kv_lens is not None or call.left >= 0 or call.right >= 0:
         return None
     tiles, n_m = n_tiles // n_heads, blocks_of_head(call, work.block_m)
-    if right:
-        half = -(-tiles // 2)
-        square = call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
-        if not square or not half <= sms < n_tiles:
-            return None
-        groups = -(-n_heads // (sms // half))
-        return (half, -(-n_heads // groups)) if n_heads * half >= _BUSY * groups * sms else None
     for parts in range(-(-tiles // sms), 5):
         each = -(-tiles // parts)
         if n_tiles > sms and n_m + 1 < APART.value * each:  # they would wait
@@ -286,6 +288,8 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     group = max(1, min(n_heads, max(rows // call.len_q, least)))
     if way.timetable is not None:
         group = way.timetable[1]
+    elif way.crossed:  # half of their tiles fill the GPU
+        group = _evenly(n_heads, max(sms // -(-work.per_head // 2), 1))
     elif work.inside:
         group = 1
     elif way.abreast:
