@@ -230,7 +230,7 @@ def test_what_a_tile_visits(shape, sharing, way):
     _, _, left, right, lens, block_m = shape
     plan = SimpleNamespace(
         LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, VARLEN=False, CUT=False, UP=way == "up",
-        ABREAST=way == "abreast", SHIFTED=False,
+        ABREAST=way == "abreast", SHIFTED=False, CROSSED=False,
         ALONE=alone,
     )  # fmt: skip
     stride, first, hk = math.ceil(shape[0] / block_m), 1000, 5

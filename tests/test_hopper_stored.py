@@ -90,7 +90,8 @@ def test_which_problems_multiply_dq_from_ds(ordered):
         assert made.main.meta["DQ_BEHIND"] == stored, (dim, length, options)
         if stored:
             assert made.sums == 0 and not made.turns and made.behind.kernel.fn.__name__ == "_dq_kernel"
-            assert not any(made.main.meta[name] for name in ("ORDERED", "FIRST", "CLAIM", "UP", "SHIFTED", "CUT"))
+            unused = "ORDERED", "FIRST", "CLAIM", "UP", "CROSSED", "SHIFTED", "CUT"
+            assert not any(made.main.meta[name] for name in unused)
 
 
 def test_both_rows_are_the_same_where_ds_is_stored():

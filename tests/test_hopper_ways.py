@@ -37,9 +37,8 @@ def test_what_is_left_of_the_last_round_is_cut_into_pieces(heads, group, n_block
     blocks_of_piece = as_python(feed.blocks_of_piece, piece_of=piece_of)
     before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first))
     visit = as_python(feed.visit, step=as_python(feed.step))
-    plan = SimpleNamespace(
-        ALONE=alone, CUT=True, UP=False, ABREAST=False, SHIFTED=False, LEFT=False, RIGHT=False, LENS=False, VARLEN=False
-    )
+    of = dict.fromkeys(("UP", "ABREAST", "CROSSED", "SHIFTED", "LEFT", "RIGHT", "LENS", "VARLEN"), False)
+    plan = SimpleNamespace(ALONE=alone, CUT=True, **of)
     rest = heads * n_blocks % programs
     pieces, whole = cut.pieces_of(rest, blocks, sharing, programs), heads * n_blocks - rest
     counts = (None, (whole + rest * pieces, whole, pieces, 0))
@@ -75,7 +74,7 @@ def test_tiles_are_cut_where_that_ends_sooner():
 def test_which_way_a_plan_goes():
     """Pieces are claimed but where tiles are taken by number, or, for a third warpgroup, the sum is cleared. Up: under
     a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a full
-    bias, or where few heads have 64 columns: those then share no keys. A third warpgroup: at head_dim 128 if it is
+    bias, or where tiles are few: heads of 64 columns then share no keys. A third warpgroup: at head_dim 128 if it is
     long, sooner in order; out of order its last tiles are cut without a mask. Blocks without a mask apart from others:
     under a causal one, there if it is long."""
     flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
@@ -90,11 +89,10 @@ def test_which_way_a_plan_goes():
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         assert before.meta["SUM"] == (not (plan.FIRST or plan.INSIDE))
         plain, long = bias == "none", length >= 4096
-        few = dim == 64 and not long
-        alone = not shared or few
+        alone = not shared or dim == 64 and not long
         third = dim > 64 and plain and (long or ordered and not causal)
         assert plan.ABREAST == (causal and dim > 64 and ordered and shared)
-        up = causal and dim > 32 and (ordered and not few or long or dim > 64 and not shared)
+        up = causal and dim > 32 and (long or not ordered and dim > 64 and not shared)
         assert plan.UP == (up and not plan.ABREAST and not (ordered and bias == "full" and alone))
         assert plan.DESCENDING == (plan.UP and ordered)
         assert plan.THIRD == third and plan.ALONE == (third and not (shared or ordered))
@@ -186,10 +184,11 @@ def test_groups_of_heads_in_order_are_equal_and_larger_where_tiles_are_few(batch
 
 @pytest.mark.parametrize(("batch", "heads", "length", "dim", "options", "group"), [
     (2, 16, 2048, 64, {}, 32), (4, 16, 2048, 64, {}, 32), (8, 16, 1024, 64, {}, 43), (4, 12, 1024, 64, {}, 48),
-    (1, 16, 8192, 64, {}, 16), (8, 16, 2048, 64, {}, None), (8, 16, 2048, 64, {"softcap": 9.0}, 32),
+    (1, 10, 8192, 64, {}, 10), (3, 16, 2048, 64, {}, 48), (5, 16, 1024, 64, {}, 40), (8, 16, 2048, 64, {}, None),
+    (8, 16, 2048, 64, {"softcap": 9.0}, 32),
     (8, 16, 2048, 128, {"softcap": 9.0}, 32), (8, 16, 2048, 64, {"bias": 2048}, 32),
     (4, 10, 3000, 64, {"bias": 3000}, 40), (2, 16, 4096, 128, {"bias": 4096}, 32),
-    (4, 16, 4096, 128, {"kv_lens": True}, 22), (0, 16, 64, 64, {"bias": 64}, 1),
+    (4, 16, 4096, 128, {"kv_lens": True}, 32), (8, 12, 1024, 128, {}, 32), (0, 16, 64, 64, {"bias": 64}, 1),
 ])  # fmt: skip
 def test_heads_whose_longest_tiles_come_first_go_in_equal_groups(batch, heads, length, dim, options, group):
     """In order under a causal mask, walking downwards: so many that those of a head hardly wait for each other."""
@@ -274,7 +273,7 @@ def test_sums_by_descending_keys(shape):
     that see it."""
     len_q, len_k, left, right, _, block_m = shape
     n_n, heads = math.ceil(len_k / 128), 3
-    plan = SimpleNamespace(DESCENDING=True, SHIFTED=False, VARLEN=False, CUT=False, LENS=False, BLOCK_M=block_m)
+    plan = SimpleNamespace(DESCENDING=True, CROSSED=False, VARLEN=False, CUT=False, LENS=False, BLOCK_M=block_m)
     tile_of = as_python(
         feed.tile_of,
         piece_of=as_python(feed.piece_of),
@@ -444,7 +443,7 @@ EDGES = [
     for left in (-1, 0, 2, 100, 300)
     for right in (0, 2, 300)
     for way in ("down", "up", "abreast")
-] + [((n, n), -1, 0, "shifted") for n in (128, 300, 640, 960)]
+] + [((n, n), -1, 0, "crossed") for n in (128, 300, 640, 960)]
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -453,16 +452,17 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
     """A tile's visits are in two loops, under a window in three, as `visits_of` counts them; of those that only the
     edge to the left may cut, the other cuts none."""
     len_q, len_k = lengths
-    shifted = way == "shifted"
+    crossed = way == "crossed"
     of = SimpleNamespace(
         LEFT=left >= 0, RIGHT=True, LENS=False, VARLEN=False, CUT=False, EVEN_N=len_k % 128 == 0, BLOCK_M=block_m,
-        UP=way == "up", ABREAST=way == "abreast", SHIFTED=shifted, ALONE=False, LOOPS=3 if left >= 0 or shifted else 2,
+        UP=way == "up", ABREAST=way == "abreast", SHIFTED=False, CROSSED=crossed, ALONE=False,
+        LOOPS=3 if left >= 0 or crossed else 2,
     )  # fmt: skip
     blocks_of = as_python(feed.blocks_of, blocks_of_queries=as_python(hopper.blocks_of_queries))
     up = as_python(feed.upwards)
-    ends = as_python(feed.shifted_ends, upwards=up)
-    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first), shifted_ends=ends)
-    visit = as_python(feed.visit, step=as_python(feed.step), shifted_ends=ends, upwards=up)
+    ends = as_python(feed.own_ends, upwards=up)
+    before_visits = as_python(feed.before_visits, before_first=as_python(feed.before_first), own_ends=ends)
+    visit = as_python(feed.visit, step=as_python(feed.step), own_ends=ends, upwards=up)
     visits = as_python(bwd_tiles.visits_of, cuts_of=bwd_tiles.cuts_of, upwards=up)
     stride, sharing = math.ceil(len_q / block_m), 3 if of.ABREAST else 1
     for n0 in range(0, len_k, 128):
@@ -479,7 +479,7 @@ def test_blocks_in_the_loop_without_a_mask_need_none(lengths, left, right, block
                 assert cuts == "right" or not ragged and n0 + 127 <= first + right
                 assert cuts != "none" or left < 0 or last - left <= n0
         wanted = [m for m in range(begin, begin + count) for _ in range(sharing)]
-        assert seen == wanted[:: 1 if of.UP or shifted and up(begin, count, of) else -1]
+        assert seen == wanted[:: 1 if of.UP or crossed and up(begin, of) else -1]
 
 
 @pytest.mark.parametrize("block", [64, 128])

@@ -278,15 +278,16 @@ GPU: tuple[Case, ...] = (
     Case("long 64 shared", 1, 16, 8, 4100, 4224, 64, 64, BF16, causal=True),
     Case("long 128 shared", 1, 16, 2, 4100, 4224, 128, 128, F16, causal=True),
     Case("right edge, longer", 1, 2, 2, 8200, 8320, 128, 128, BF16, window=(None, 100), sinks=True, layout="bshd"),
-    # so many heads that Hopper's backward in order goes upwards under a causal mask; of 4096 by a timetable
+    # so many heads that Hopper's backward in order goes upwards under a causal mask; of 4096 crossed
     *(Case(f"many heads {n} causal", 3, 8, 8, n, n, 128, 128, BF16, causal=True) for n in (1024, 4096)),
     Case("more heads 4096 causal", 5, 8, 8, 4096, 4096, 128, 128, BF16, causal=True),  # upwards, two loops
-    Case("timetable, shared bias, causal", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="11qk", causal=True),
+    Case("crossed, shared bias", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="11qk", causal=True),
     Case("timetable, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
     Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
     Case("timetable 64", 1, 8, 8, 4000, 4000, 56, 64, F16),
-    Case("timetable 64, causal", 2, 7, 7, 2300, 2300, 64, 64, BF16, causal=True),
-    Case("timetable 64, shared bias, causal", 1, 16, 16, 2000, 2000, 48, 64, F16, bias="11qk", causal=True),
+    *(Case(f"crossed {d}", 1, h, h, n, n, d, d, BF16, causal=True) for d, h, n in ((32, 8, 4000), (64, 14, 2300))),
+    *(Case(f"sums {h}", 1, h, h, 6200, 6300, 64, 48, F16, causal=True, kv_lens=h > 4) for h in (4, 8)),
+    Case("crossed 64, shared bias", 1, 16, 16, 2000, 2000, 48, 64, F16, bias="11qk", causal=True),
     Case("stored bias, window", 2, 8, 2, 700, 904, 128, 104, F16, bias="bhqk", window=(300, 100), kv_lens=True),
     *(Case(f"stored {d} {kv}", 2, 16, kv, n, n + 8, d, d, F16, bias="bhqk", causal=kv < 16) for d, kv, n in _STORED),
     Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),

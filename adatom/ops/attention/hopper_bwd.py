@@ -295,7 +295,7 @@ def _launches(
             "D": dim, "HEAD_DIM": columns[0], "HEAD_DIM_V": columns[1], "SOFTCAP": o.softcap > 0, "LEFT": left,
             "RIGHT": right, "EVEN_N": call.even(call.len_k, n), "LENS": lens, "VARLEN": call.varlen,
             "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
-            "ABREAST": way.abreast, "CHAINS": way.chains, "CROSSED": way.crossed,
+            "ABREAST": way.abreast, "CHAINS": way.chains, "CROSSED": way.crossed > 0,
             "SHIFTED": way.timetable is not None, "THIRD": way.third,
             "ALONE": way.third and sharing == 1 and not ordered, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,

@@ -16,16 +16,12 @@ _LONGEST_FIRST = 32  # the same under a causal mask where tiles walk downwards, 
 _ABREAST = 12  # the same where tiles visit the heads that share their keys abreast
 _AT_ONCE = 72  # heads in flight at least, times rounds of tiles, where programs of each start a block apart: in order,
 # without a mask; beside a full bias, which passes through L2, too, half as many
-_FEW = 8  # tiles a multiprocessor below which heads in order go the longest first, not upwards, or by a timetable
-_FEW_TABLED = 2  # the same for a timetable at head_dim 64, under a mask or for few queries: programs with a tile each
-# load nothing ahead for the next one, which of more tiles costs more than waiting. At any head_dim for many queries
-# beside a full bias under a mask
-_TABLED = 128  # the same, times queries over head_dim, for a timetable under a mask: of more work a tile, waiting for
-# whoever is late costs more
+_FEW = 8  # tiles a multiprocessor below which heads in order go the longest first, not upwards, or crossed, or by a
+# timetable
+_FEW_SHORT = 2  # the same, where queries are few, for tiles that cross, whose second sum takes longer than waiting of
+# more tiles, and for a timetable at head_dim 64: programs with a tile each load nothing ahead for the next one
 _CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; beside a third warpgroup half as many
-_IN_TURN = 8  # tiles that run together for each sum, at head_dim 64; else twice as many, and beside a full bias half as
-# many at head_dim 64, where a turn takes longer
-_SUMS = 16  # sums, times tiles a multiprocessor, at most: memory, and what the kernel behind has to read
+_CHAINED_TWICE = 4  # the same for four sums, to head_dim 64
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
 # causal mask; out of order only below _LONG queries
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
@@ -87,7 +83,7 @@ class Way(NamedTuple):
     cut: bool = False
     look: bool = False  # blocks of queries that no keys visit have no piece that is stored
     chains: int = 1  # a power of two
-    crossed: bool = False
+    crossed: int = 0  # CROSSED: heads that run together
 
 
 class Work(NamedTuple):
@@ -178,16 +174,16 @@ def way_of(work: Work) -> Way:
     timetable = _timetable(work)
     if timetable is not None:
         return Way("one", first, timetable=timetable, third=third, loops=loops)
-    if _crossed(work):
-        tiles = "one" if tiles == "static" else tiles
-        return Way(tiles, first, third=third, loops=3 if loops > 1 else 1, chains=2, crossed=True)
+    tiles = "one" if tiles == "static" and work.ordered else tiles
+    crossed = _crossed(work, third)
+    if crossed:
+        return Way(tiles, first, third=third, loops=3 if loops > 1 else 1, chains=2, crossed=crossed)
     if work.ordered:
         abreast = causal and wide and shared and not work.sums
         few = work.per_sm < _FEW
         longest_first = causal and not shared and (work.full or softcap or few)
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
-        tiles = "one" if tiles == "static" else tiles
         chains = _chains(work, third) if longest_first and few else 1
         return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look, chains=chains)
     if third:
@@ -215,19 +211,21 @@ def _chains(work: Work, third: bool) -> int:
     turn behind the one before it of its sum. Where all tiles find room at once, or nearly, turns matter little."""
     if work.call.varlen or work.n_heads > (_CHAINED // 2 if third else _CHAINED) or work.per_head < 8:
         return 1
-    turns = _IN_TURN // 2 if work.dim == 64 and work.full else _IN_TURN * work.dim // 64
-    most = min(work.call.device.sms / (turns * work.n_heads), _SUMS / work.per_sm)
-    return 2 if work.per_sm < 1.5 or most < 4 else 4 if most < 8 else 8
+    return 4 if work.n_heads <= _CHAINED_TWICE and work.dim <= 64 and work.per_sm >= 1.5 else 2
 
 
-def _crossed(work: Work) -> bool:
-    """Whether in order every other tile walks upwards, from the diagonal, and those between downwards: few tiles under
-    a causal mask, as many queries as keys."""
-    call = work.call
+def _crossed(work: Work, third: bool) -> int:
+    """How many heads go together where in order every other tile walks upwards, from the diagonal, and those between
+    downwards, or 0: as many queries as keys, whose few tiles fill the GPU evenly, half of them at a time."""
+    call, half, sms = work.call, -(-work.per_head // 2), work.call.device.sms
     square = work.causal and call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
-    if not (work.ordered and square and work.summed) or work.sums or call.varlen or call.x.kv_lens is not None:
-        return False
-    return work.dim >= 64 and 1 < work.per_head and work.per_sm < _FEW
+    if not (work.ordered and square) or call.varlen or call.x.kv_lens is not None:
+        return 0
+    few = _FEW if third or work.dim <= 64 and call.len_q >= _LONG else _FEW_SHORT
+    if call.o.softcap > 0 and work.dim <= 64 or not 1 < work.per_sm < few or half > sms:
+        return 0
+    groups = -(-work.n_heads // (sms // half))
+    return -(-work.n_heads // groups) if work.n_heads * half >= _BUSY * groups * sms else 0
 
 
 def _timetable(work: Work) -> tuple[int, int] | None:
@@ -238,7 +236,7 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     room to begin APART blocks from each other, a part of each of several heads, which lie in L2.
     """
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
-    few = _FEW_TABLED if dim == 64 and call.len_q < _LONG and not work.full else _FEW
+    few = _FEW_SHORT if dim == 64 and call.len_q < _LONG and not work.full else _FEW
     if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < few * sms:
         return None
     if call.varlen or call.x.kv_lens is not None or call.left >= 0 or call.right >= 0:
@@ -266,7 +264,7 @@ def _equal(heads: int, sizes: range) -> int:
 def _evenly(heads: int, size: int) -> int:
     """The size of equal groups that comes nearest to `size`, the larger of two: in a small last group, programs of few
     heads would wait for each other."""
-    return -(-heads // max(-(-(2 * heads - size) // (2 * size)), 1))
+    return max(-(-heads // max(-(-(2 * heads - size) // (2 * size)), 1)), 1)
 
 
 def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
@@ -288,8 +286,8 @@ def in_flight(work: Work, way: Way) -> tuple[int, int, int]:
     group = max(1, min(n_heads, max(rows // call.len_q, least)))
     if way.timetable is not None:
         group = way.timetable[1]
-    elif way.crossed:  # half of their tiles fill the GPU
-        group = _evenly(n_heads, max(sms // -(-work.per_head // 2), 1))
+    elif way.crossed:
+        group = way.crossed
     elif work.inside:
         group = 1
     elif way.abreast:
