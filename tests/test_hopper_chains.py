@@ -165,7 +165,8 @@ def test_few_heads_have_several_sums(batch, heads, length, dim, options, chains)
     (1, 8, 8192, 64, {"bias": 8192}, 4), (1, 4, 8192, 64, {"softcap": 9.0}, 0), (1, 4, 8192, 128, {"softcap": 9.0}, 4),
     (1, 8, 8192, 64, {"kv_heads": 2}, 4), (1, 8, 8192, 128, {"kv_heads": 2}, 0), (1, 4, 8192, 64, {"keys": 8191}, 0),
     (1, 4, 8192, 64, {"window": (4000, 0)}, 0), (1, 4, 8192, 64, {"kv_lens": True}, 0), (1, 4, 4096, 64, {}, 0),
-    (1, 8, 4096, 64, {"causal": False, "window": (None, 5)}, 0), (1, 1, 65536, 64, {}, 0), (1, 4, 8192, 64, {"causal": False}, 0),
+    (1, 8, 4096, 64, {"causal": False, "window": (None, 5)}, 0), (1, 1, 65536, 64, {}, 0),
+    (1, 4, 8192, 64, {"causal": False}, 0),
 ])  # fmt: skip
 def test_which_tiles_cross(batch, heads, length, dim, options, group):
     """In order under a causal mask, as many queries as keys, few tiles, half of which fill the GPU evenly. Programs are
