@@ -20,8 +20,9 @@ _FEW = 8  # tiles a multiprocessor below which heads in order go the longest fir
 # timetable
 _FEW_SHORT = 2  # the same, where queries are few, for tiles that cross, whose second sum takes longer than waiting of
 # more tiles, and for a timetable at head_dim 64: programs with a tile each load nothing ahead for the next one
-_CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; beside a third warpgroup half as many
-_CHAINED_TWICE = 4  # the same for four sums, to head_dim 64
+_CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; beside a third warpgroup, or packed
+# beyond head_dim 64, half as many
+_CHAINED_TWICE = 4  # the same for four sums, beyond head_dim 64 without a mask
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
 # causal mask; out of order only below _LONG queries
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
@@ -184,7 +185,7 @@ def way_of(work: Work) -> Way:
         longest_first = causal and not shared and (work.full or softcap or few)
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
-        chains = _chains(work, third) if longest_first and few else 1
+        chains = _chains(work, third) if few and first and not (up or abreast or shared or window) else 1
         return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look, chains=chains)
     if third:
         return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
@@ -207,11 +208,13 @@ def _long_for_third(work: Work) -> bool:
 
 
 def _chains(work: Work, third: bool) -> int:
-    """How many sums of dQ few long heads have whose tiles, in order, go the longest first. Each tile comes to a block a
-    turn behind the one before it of its sum. Where all tiles find room at once, or nearly, turns matter little."""
-    if work.call.varlen or work.n_heads > (_CHAINED // 2 if third else _CHAINED) or work.per_head < 8:
+    """How many sums of dQ few long heads have whose tiles, in order, walk downwards. Each tile comes to a block a turn
+    behind the one before it of its sum. Where all tiles find room at once, or nearly, turns matter little."""
+    call, wide = work.call, work.dim > 64
+    heads = call.kv_heads if call.varlen else work.n_heads
+    if heads > (_CHAINED // 2 if third or wide and call.varlen else _CHAINED) or work.n_tiles < 8 * heads:
         return 1
-    return 4 if work.n_heads <= _CHAINED_TWICE and work.dim <= 64 and work.per_sm >= 1.5 else 2
+    return 4 if heads <= _CHAINED_TWICE and work.per_sm >= 1.5 and not (wide and call.right >= 0) else 2
 
 
 def _crossed(work: Work, third: bool) -> int:
