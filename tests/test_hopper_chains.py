@@ -23,17 +23,17 @@ from adatom.ops.attention import hopper_bwd_adder as adding  # noqa: E402
 from adatom.ops.attention import hopper_bwd_feed as feed  # noqa: E402
 
 SQUARES = [(n, n, -1, 0, None, block_m) for n in (1, 128, 300, 960, 1000, 2100) for block_m in (64, 128)]
-CHAINS = [(shape, chains, False) for shape in SHAPES[::3] for chains in (1, 2, 4)]
+CHAINS = [(shape, chains, False) for shape in SHAPES[::5] for chains in (1, 2, 4)]
 CHAINS += [(shape, chains, True) for shape in SQUARES for chains in (2, 4)]
 
 
 def visits_in_order(shape, chains: int, crossed: bool, heads: int, group: int):
     """Of each tile of keys, in the order in which they are taken: its head, its number, and of the blocks of queries
     that it visits, in turn, (its place among all, whether it stores, whose turn it waits for, and passes on)."""
-    len_q, len_k, left, right, _, block_m = shape
+    len_q, len_k, left, right, lens, block_m = shape
     of = dict.fromkeys(("VARLEN", "CUT", "UP", "ABREAST", "DESCENDING", "SHIFTED", "ALONE"), False)
     of = SimpleNamespace(
-        **of, LEFT=left >= 0, RIGHT=right >= 0, LENS=False, CROSSED=crossed, CHAINS=chains, BLOCK_M=block_m
+        **of, LEFT=left >= 0, RIGHT=right >= 0, LENS=lens is not None, CROSSED=crossed, CHAINS=chains, BLOCK_M=block_m
     )
     up = as_python(feed.upwards)
     ends = as_python(feed.own_ends, upwards=up)
@@ -42,19 +42,17 @@ def visits_in_order(shape, chains: int, crossed: bool, heads: int, group: int):
     tile_at = lambda b, hk, n0, *_: (hk, n0)  # noqa: E731
     known = {"piece_of": as_python(feed.piece_of), "head_and_block": as_python(feed.head_and_block)}
     tile_of, chain_of = as_python(feed.tile_of, **known, tile_at=tile_at), as_python(adding.chain_of, upwards=up)
+    is_first = as_python(adding.is_first, upwards=up)
     counts, n_m = (heads, heads, heads, group, 1, len_q, len_k, left, right, None), math.ceil(len_q / block_m)
     for t in range(math.ceil(len_k / 128) * heads):
         head, n0 = tile_of(t, None, None, counts, of)
         begin, count = blocks_of(n0 // 128, *shape)
-        chain, ahead, before = chain_of(n0, begin, len_k, of)
+        chain, ahead, before = chain_of(n0, begin, len_k if lens is None else lens, of)
         before_begin, before_count = blocks_of(before // 128, *shape)
         at, visits = before_visits(head, head * n_m, begin, count, 1, n_m, of), []
         for _ in range(count):
             at = m, _, block = visit(*at, head, begin, count, 1, n_m, of)
-            if crossed:
-                first = ahead == 0 or up(begin, of) and m < before_begin
-            else:
-                first = ahead == 0 or m >= before_begin + before_count
+            first = is_first(m, ahead, begin, before_begin, before_count, of)
             visits.append((m, block * chains + chain, first, ahead))
         yield head, n0 // 128, visits
 
@@ -63,31 +61,31 @@ def visits_in_order(shape, chains: int, crossed: bool, heads: int, group: int):
 @pytest.mark.parametrize(("shape", "chains", "crossed"), CHAINS)
 def test_each_sum_has_every_so_manyth_tile_in_order(shape, chains, crossed, programs):
     """As `adder` goes: whoever is first in a sum stores, and is known to be; others find the number of the tile before
-    them there; all come to an end; and each tile adds to each block that it visits once. CROSSED: by descending keys
-    where tiles walk upwards."""
+    them there; all come to an end, though programs may take a tile two visits before the end of the last one; and each
+    tile adds to each block that it visits once. CROSSED: by descending keys where tiles walk upwards."""
     random.seed(0)
     tiles = list(visits_in_order(shape, chains, crossed, 2, 1 + programs % 2))
-    turns, added, running = defaultdict(int), defaultdict(list), []
+    turns, added, running = defaultdict(int), defaultdict(list), [[] for _ in range(programs)]
     wanted = sorted((head, m, j) for head, j, visits in tiles for m, *_ in visits)
     blocks = {j: blocks_of(j, *shape) for _, j, _ in tiles}
     assert wanted == sorted((head, m, j) for head, j, _ in tiles for m in range(blocks[j][0], sum(blocks[j])))
 
-    def walk(head: int, j: int, visits):
-        for m, place, first, ahead in visits:
-            while turns[place] < (0 if first else ahead):
-                yield False
-            assert (turns[place] == 0) == first and turns[place] <= ahead
-            turns[place] = ahead + 1
-            added[place].append((head, m, j))
-            yield True
-
-    while tiles or running:
-        while tiles and len(running) < programs:
-            running.append(walk(*tiles.pop(0)))
-        moved = [next(walker, None) for walker in running]
-        assert any(done is not False for done in moved)
-        running = [walker for walker, done in zip(running, moved) if done is not None]
-        random.shuffle(running)
+    while tiles or any(running):
+        moved = False
+        for queue in random.sample(running, programs):  # of visits of its tiles
+            ahead_of_end = random.choice((0, 2))
+            if tiles and len(queue) <= ahead_of_end:
+                head, j, visits = tiles.pop(0)
+                queue.extend((head, j, *visit) for visit in visits)
+            if not queue:
+                continue
+            head, j, m, place, first, ahead = queue[0]
+            if turns[place] >= (0 if first else ahead):
+                assert (turns[place] == 0) == first and turns[place] <= ahead
+                turns[place], moved = ahead + 1, True
+                added[place].append((head, m, j))
+                queue.pop(0)
+        assert moved
     for place, found in added.items():
         assert len({(head, m) for head, m, _ in found}) == 1 and {j % chains for _, _, j in found} == {place % chains}
         assert [j for _, _, j in found] == sorted((j for _, _, j in found), reverse=crossed and place % 2 == 0)
@@ -157,13 +155,27 @@ def test_few_heads_have_several_sums(batch, heads, length, dim, options, chains)
     assert plan.before.meta["TURNS"] == 2 * chains and plan.behind.meta["LOOK"] >= (chains > 1)
 
 
+def test_no_tiles_cross_beside_the_gradient_of_a_bias_per_key():
+    """It leaves at the last visit of a tile that walks downwards."""
+    for heads, length in ((8, 4096), (16, 2048)):
+        q, bias = (torch.empty(1, heads, n, 64, dtype=torch.bfloat16, device="meta") for n in (length, 1))
+        with pretend(H100):
+            x, o, _ = inputs_of(q=q, k=q, v=q, bias=bias.new_empty(1, heads, 1, length), causal=True)
+            wanted, unwanted = (
+                backward._launches(x, o, q, q, (q, q, q), False, is_wanted, True).main.meta
+                for is_wanted in (True, False)
+            )
+        assert wanted["SUMS"] and not wanted["CROSSED"] and unwanted["CROSSED"]
+
+
 @pytest.mark.parametrize(("batch", "heads", "length", "dim", "options", "group"), [
     (1, 8, 4096, 64, {}, 8), (1, 4, 8192, 64, {}, 4), (1, 8, 8192, 64, {}, 4), (1, 2, 16384, 32, {}, 2),
     (1, 16, 2048, 64, {}, 16), (2, 16, 2048, 64, {}, 0), (1, 12, 4096, 64, {}, 0), (8, 32, 4096, 64, {}, 0),
     (1, 16, 4096, 128, {}, 8), (4, 16, 2048, 128, {}, 16), (2, 12, 2048, 128, {}, 0), (2, 16, 1024, 128, {}, 32),
     (4, 16, 1024, 128, {}, 0), (1, 4, 8192, 128, {"bias": 8192}, 4), (1, 8, 8192, 128, {"bias": 8192}, 0),
     (1, 8, 8192, 64, {"bias": 8192}, 4), (1, 4, 8192, 64, {"softcap": 9.0}, 0), (1, 4, 8192, 128, {"softcap": 9.0}, 4),
-    (1, 8, 8192, 64, {"kv_heads": 2}, 4), (1, 8, 8192, 128, {"kv_heads": 2}, 0), (1, 4, 8192, 64, {"keys": 8191}, 0),
+    (1, 8, 8192, 64, {"kv_heads": 2}, 4), (1, 8, 8192, 128, {"kv_heads": 2}, 4), (1, 32, 4096, 128, {"kv_heads": 8}, 0),
+    (1, 4, 8192, 64, {"keys": 8191}, 0),
     (1, 4, 8192, 64, {"window": (4000, 0)}, 0), (1, 4, 8192, 64, {"kv_lens": True}, 0), (1, 4, 4096, 64, {}, 0),
     (1, 8, 4096, 64, {"causal": False, "window": (None, 5)}, 0), (1, 1, 65536, 64, {}, 0),
     (1, 4, 8192, 64, {"causal": False}, 0),

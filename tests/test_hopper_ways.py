@@ -74,7 +74,7 @@ def test_tiles_are_cut_where_that_ends_sooner():
 def test_which_way_a_plan_goes():
     """Pieces are claimed but where tiles are taken by number, or, for a third warpgroup, the sum is cleared. Up: under
     a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a full
-    bias, or where tiles are few: heads of 64 columns then share no keys. A third warpgroup: at head_dim 128 if it is
+    bias, or where tiles are few: heads then share no keys. A third warpgroup: at head_dim 128 if it is
     long, sooner in order; out of order its last tiles are cut without a mask. Blocks without a mask apart from others:
     under a causal one, there if it is long."""
     flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
@@ -89,9 +89,9 @@ def test_which_way_a_plan_goes():
         plan = feed.Plan(**{field.name: main.meta[field.name] for field in dataclasses.fields(feed.Plan)})
         assert before.meta["SUM"] == (not (plan.FIRST or plan.INSIDE))
         plain, long = bias == "none", length >= 4096
-        alone = not shared or dim == 64 and not long
+        alone = not shared or not long and (dim == 64 or dim > 64 and ordered)
         third = dim > 64 and plain and (long or ordered and not causal)
-        assert plan.ABREAST == (causal and dim > 64 and ordered and shared)
+        assert plan.ABREAST == (causal and dim > 64 and ordered and not alone)
         up = causal and dim > 32 and (long or not ordered and dim > 64 and not shared)
         assert plan.UP == (up and not plan.ABREAST and not (ordered and bias == "full" and alone))
         assert plan.DESCENDING == (plan.UP and ordered)
@@ -207,9 +207,11 @@ def test_heads_whose_longest_tiles_come_first_go_in_equal_groups(batch, heads, l
 
 @pytest.mark.parametrize(("batch", "length", "dim", "splits", "in_order"), [
     (2, 4096, 64, 4, 8), (4, 4096, 64, 4, 4), (4, 2048, 64, 8, 8), (8, 2048, 64, 4, 4), (2, 4096, 128, 2, 2),
+    (1, 2048, 128, 4, 8), (1, 4096, 128, 2, 2),
 ])  # fmt: skip
-def test_few_heads_of_64_share_no_keys_under_a_causal_mask(batch, length, dim, splits, in_order):
-    """Where there are fewer than 16 tiles for each of 132 multiprocessors; if they are long, in order."""
+def test_few_heads_share_no_keys_under_a_causal_mask(batch, length, dim, splits, in_order):
+    """At head_dim 64 where there are fewer than 16 tiles for each of 132 multiprocessors; if they are long, in order.
+    Beyond that fewer than six; out of order two share them."""
     q, k = (torch.empty(batch, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (32, 4))
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
@@ -231,8 +233,8 @@ def test_half_as_many_heads_go_together_beside_a_bias_and_head_dim_64_has_larger
 
 def test_heads_that_share_keys_go_abreast_but_under_windows_or_beside_sums_over_queries():
     """Whose end is that of a head's last block: a gradient of a bias per key."""
-    q, bias = (torch.empty(2, 8, n, d, dtype=torch.bfloat16, device="meta") for n, d in ((1000, 128), (1, 1000)))
-    lens, k = torch.empty(2, dtype=torch.int32, device="meta"), q[:, ::4]
+    q, bias = (torch.empty(16, 8, n, d, dtype=torch.bfloat16, device="meta") for n, d in ((1000, 128), (1, 1000)))
+    lens, k = torch.empty(16, dtype=torch.int32, device="meta"), q[:, ::4]
     for options, up, abreast in (
         ({"causal": True}, False, True), ({"causal": True, "kv_lens": lens}, False, True),
         ({"window": (300, 0)}, True, False), ({"causal": True, "bias": bias}, True, False),

@@ -282,7 +282,7 @@ GPU: tuple[Case, ...] = (
     *(Case(f"many heads {n} causal", 3, 8, 8, n, n, 128, 128, BF16, causal=True) for n in (1024, 4096)),
     Case("more heads 4096 causal", 5, 8, 8, 4096, 4096, 128, 128, BF16, causal=True),  # upwards, two loops
     Case("crossed, shared bias", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="11qk", causal=True),
-    Case("timetable, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
+    Case("crossed, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
     Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
     Case("timetable 64", 1, 8, 8, 4000, 4000, 56, 64, F16),
     *(Case(f"crossed {d}", 1, h, h, n, n, d, d, BF16, causal=True) for d, h, n in ((32, 8, 4000), (64, 14, 2300))),

@@ -4,10 +4,11 @@
     dQ = scale dS K;  dK = scale dS^T Q;  dV = P^T dO;  dsinks = -sum exp(sink - lse) delta
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys,
-from the last to the first (Plan.UP: upwards; Plan.ABREAST: a block of all heads, then the next one); under a causal
-mask of a few of these heads, and what programs find for one head of keys is added behind. S^T = K Q^T and dP^T = V dO^T
-are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and dK. dS also goes through shared
-memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to a float32 sum in memory by TMA.
+from the last to the first (Plan.UP: upwards, Plan.CROSSED: every other tile; Plan.ABREAST: a block of all heads, then
+the next one); under a causal mask of a few of these heads, and what programs find for one head of keys is added behind.
+S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and
+dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to
+a float32 sum in memory by TMA (Plan.CHAINS: to one of several).
 Plan.THIRD, fastest beyond head_dim 64 for long sequences: a third warpgroup multiplies dQ (hopper_bwd_third.py). A
 kernel ahead computes delta, one behind rounds the sum to dQ (hopper_bwd_ends.py).
 Sources: Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608.
@@ -16,7 +17,7 @@ The first keys that visit a block of queries store their piece of dQ (Plan.CLAIM
 for that; or the kernel ahead clears the sum (not Plan.FIRST). They add in whatever order they come to it, which alone
 varies from run to run: dK and dV repeat bit for bit, dQ but for rounding. ORDERED: at each block of queries they wait
 for the keys before, or, where tiles walk upwards, behind, or (Plan.SHIFTED) for who comes earlier by a timetable
-(hopper_bwd_adder.py). A block that nobody visits has no piece: the kernel behind sees that, and writes zeros.
+(hopper_bwd_adder.py). A sum that nobody adds to is not written: the kernel behind sees that, and takes zeros.
 
 Where the gradient of a full bias is dS itself, tile by tile, the kernel behind may multiply dQ from it
 (Plan.DQ_BEHIND): then nobody sums dQ, and consumers do not meet.
@@ -263,7 +264,7 @@ def _launches(
     n_m = blocks_of_head(call, m)
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], way.look or way.chains > 1, way.chains, DLSE=dlse,
+    before, behind = ends(call, dim, m, out, dout, grads[0], way.look, way.chains, DLSE=dlse,
                           SUM=summed and not way.first, TURNS=2 * way.chains * way.first, PLAIN=plain, NATURAL=natural,
                           BIAS=kind == QUERY.value)  # fmt: skip
     sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms

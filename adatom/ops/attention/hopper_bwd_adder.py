@@ -24,6 +24,12 @@ CHAINS: the sum of a block of queries is several, each of every so manyth tile o
 same sum. Of few heads many tiles run together, and each comes to a block behind the one before it, which costs a turn;
 with two sums half as many. The kernel behind adds the sums, in one order.
 
+CROSSED, under a causal mask: every other tile walks upwards, and its sums go by descending keys; those between walk
+downwards, and sums of their own go by ascending keys. Tiles that walk upwards have the lower numbers, the last keys
+first: each begins at its diagonal, two tiles' queries behind whom it waits for, which is done before it. Whoever ends
+makes room for one of the others, the longest first, which come to the last block one behind the other. So hardly
+anybody waits, though all of a head's tiles run together, and any two of a program see as many blocks as any other two.
+
 Who claims ahead of having the piece may yet wait: its consumer goes with the other one, and the warp of that one may
 wait for a piece that another program claimed. It is at most AHEAD visits behind. In one tile that is a block visited
 before, and all who visit it go through its heads and blocks in one order: whoever is waited for is ahead of nobody at
@@ -96,6 +102,19 @@ def chain_of(n0, begin, len_k, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def is_first(m, ahead, begin, before_begin, before_blocks, PLAN: gl.constexpr):
+    """Whether nobody adds to block m of queries before a tile whose first block is `begin`, in its sum."""
+    first = ahead == 0
+    if PLAN.CROSSED:
+        first |= upwards(begin, PLAN) & (m < before_begin)
+    elif PLAN.DESCENDING:
+        first |= m < before_begin
+    elif not PLAN.SHIFTED:
+        first |= m >= before_begin + before_blocks
+    return first
+
+
+@gluon.jit
 def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl.constexpr):
     """Adds half C of the pieces of dQ to the sum: those of the first keys that visit a block are stored, and the
     others wait for them; CLAIM: those of who comes first; ORDERED: each waits for that of the keys before, SHIFTED: for
@@ -104,7 +123,9 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
     _, _, _, _, _, _, _, dq_s, number_s, _, _ = tiles
     k_full, _, kv_empty, _, _, _, _, _, dq_full, dq_empty, _, _ = bars
     gl.static_assert(PLAN.CHAINS == 1 or PLAN.ORDERED and not (PLAN.DESCENDING or PLAN.SHIFTED))
-    gl.static_assert(not PLAN.CROSSED or PLAN.CHAINS % 2 == 0)
+    # who walks upwards is told by the first block, which sum a tile adds to by its keys
+    gl.static_assert(not PLAN.CROSSED or PLAN.CHAINS % 2 == 0 and PLAN.RIGHT and not (PLAN.LEFT or PLAN.LENS))
+    gl.static_assert(not (PLAN.CROSSED and (PLAN.VARLEN or PLAN.SUMS)))
     WIDE: gl.constexpr = min(PLAN.D, 64)
     sharing = heads // kv_heads
     n_tiles = tiles_in_all(Order, counts, PLAN)
@@ -130,13 +151,7 @@ def adder(DQ, Turns, Order, Lens, tiles, bars, counts, C: gl.constexpr, PLAN: gl
                 ahead = place_in_sum(m, n0, blocks, counts)
             place = block * PLAN.CHAINS + chain
             at = Turns + (place * 2 + C)
-            first_keys = ahead == 0
-            if PLAN.CROSSED:
-                first_keys |= upwards(begin, PLAN) & (m < before_begin)
-            elif PLAN.DESCENDING:
-                first_keys |= m < before_begin
-            elif not PLAN.SHIFTED:
-                first_keys |= m >= before_begin + before_blocks
+            first_keys = is_first(m, ahead, begin, before_begin, before_blocks, PLAN)
             if PLAN.CLAIM:
                 if j >= AHEAD:
                     first_keys = claim_turn(at) == 0

@@ -1,5 +1,5 @@
 """The warp of the Hopper backward that loads tiles, and what all warps agree on: which tile is whose, and which blocks
-of queries it visits, from the last to the first."""
+of queries it visits, in which order."""
 
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def DESCENDING(self) -> bool:
-        """Whether keys, and sums of dQ in order, go from the last to the first: where tiles walk upwards."""
+        """Whether keys, and sums of dQ in order, go from the last to the first: where all tiles walk upwards."""
         return self.ORDERED and self.UP
 
     @property
@@ -222,7 +222,8 @@ def before_visits(hk, first, begin, blocks, sharing, stride, PLAN: gl.constexpr)
 @gluon.jit
 def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
     """The next block of queries that a tile visits, as `step` gives it; UP: in each head from the first to the last;
-    ABREAST: of the next head, or, behind the first one, the block before of the last head."""
+    ABREAST: of the next head, or, behind the first one, the block before of the last head; CROSSED, SHIFTED: as
+    `own_ends` says."""
     if PLAN.ALONE:
         STEP: gl.constexpr = 1 if PLAN.UP else -1
         return m + STEP, h, block + STEP

@@ -25,8 +25,9 @@ _CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; b
 _CHAINED_TWICE = 4  # the same for four sums, beyond head_dim 64 without a mask
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
 # causal mask; out of order only below _LONG queries
+_FEW_SPLIT_WIDE = 6  # the same beyond head_dim 64, where out of order two may
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
-_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable
+_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
 # repays that the sum of dQ is cleared; under a causal mask from _LONG on
@@ -82,7 +83,7 @@ class Way(NamedTuple):
     third: bool = False
     loops: int = 1
     cut: bool = False
-    look: bool = False  # blocks of queries that no keys visit have no piece that is stored
+    look: bool = False  # sums of dQ that no keys add to are not written
     chains: int = 1  # a power of two
     crossed: int = 0  # CROSSED: heads that run together
 
@@ -141,15 +142,17 @@ def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
 
 def splits_of(call: Call, dim: int, ordered: bool) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few; at head_dim 64, where all tiles are few, one:
-    that is more programs, and in order each may go the longest first. Not where keys are many more than queries: all
+    and what these read and add to lies in L2 no more: so they take few; where all tiles are few, one, or two: that is
+    more programs, and in order tiles may cross, or go the longest first. Not where keys are many more than queries: all
     parts of dK take no more memory than twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
     sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
+    per_sm = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing / call.device.sms
     if dim == 64 and not call.varlen and (ordered or call.len_q < _LONG):
-        tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing
-        most = 1 if tiles < _FEW_SPLIT * call.device.sms else most
+        most = 1 if per_sm < _FEW_SPLIT else most
+    if dim > 64 and not call.varlen and per_sm < _FEW_SPLIT_WIDE:
+        most = 1 if ordered else 2
     return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
 
 
@@ -174,11 +177,11 @@ def way_of(work: Work) -> Way:
             loops = 2
     timetable = _timetable(work)
     if timetable is not None:
-        return Way("one", first, timetable=timetable, third=third, loops=loops)
+        return Way("one", first, timetable=timetable, third=third)
     tiles = "one" if tiles == "static" and work.ordered else tiles
     crossed = _crossed(work, third)
     if crossed:
-        return Way(tiles, first, third=third, loops=3 if loops > 1 else 1, chains=2, crossed=crossed)
+        return Way(tiles, first, third=third, loops=3 if loops > 1 else 1, look=True, chains=2, crossed=crossed)
     if work.ordered:
         abreast = causal and wide and shared and not work.sums
         few = work.per_sm < _FEW
@@ -186,6 +189,7 @@ def way_of(work: Work) -> Way:
         descend = first and not (look or abreast or longest_first)
         up = descend and (causal and work.dim > 32 or edge and window and wide)
         chains = _chains(work, third) if few and first and not (up or abreast or shared or window) else 1
+        look |= chains > 1
         return Way(tiles, first, up=up, abreast=abreast, third=third, loops=loops, look=look, chains=chains)
     if third:
         return Way(tiles, third=True, up=edge, loops=loops, cut=not edge)
@@ -209,10 +213,13 @@ def _long_for_third(work: Work) -> bool:
 
 def _chains(work: Work, third: bool) -> int:
     """How many sums of dQ few long heads have whose tiles, in order, walk downwards. Each tile comes to a block a turn
-    behind the one before it of its sum. Where all tiles find room at once, or nearly, turns matter little."""
+    behind the one before it of its sum. Where all tiles find room at once, or nearly, four are not worth it. Not where
+    queries are many more than keys: there is memory for each sum."""
     call, wide = work.call, work.dim > 64
     heads = call.kv_heads if call.varlen else work.n_heads
     if heads > (_CHAINED // 2 if third or wide and call.varlen else _CHAINED) or work.n_tiles < 8 * heads:
+        return 1
+    if call.len_q > 2 * call.len_k:
         return 1
     return 4 if heads <= _CHAINED_TWICE and work.per_sm >= 1.5 and not (wide and call.right >= 0) else 2
 
@@ -222,7 +229,7 @@ def _crossed(work: Work, third: bool) -> int:
     downwards, or 0: as many queries as keys, whose few tiles fill the GPU evenly, half of them at a time."""
     call, half, sms = work.call, -(-work.per_head // 2), work.call.device.sms
     square = work.causal and call.right == 0 and call.len_q == call.len_k and call.heads == call.kv_heads
-    if not (work.ordered and square) or call.varlen or call.x.kv_lens is not None:
+    if not (work.ordered and square) or work.sums or call.varlen or call.x.kv_lens is not None:
         return 0
     few = _FEW if third or work.dim <= 64 and call.len_q >= _LONG else _FEW_SHORT
     if call.o.softcap > 0 and work.dim <= 64 or not 1 < work.per_sm < few or half > sms:
@@ -265,8 +272,8 @@ def _equal(heads: int, sizes: range) -> int:
 
 
 def _evenly(heads: int, size: int) -> int:
-    """The size of equal groups that comes nearest to `size`, the larger of two: in a small last group, programs of few
-    heads would wait for each other."""
+    """The size of equal groups, as many as come nearest to such of `size`, the fewer of two: in a small last group,
+    programs of few heads would wait for each other."""
     return max(-(-heads // max(-(-(2 * heads - size) // (2 * size)), 1)), 1)
 
 

@@ -291,7 +291,7 @@ def hopper_bwd(p: Problem) -> str | None:
 
 def _keys_of_all(p: Problem) -> int:
     """Keys of all programs of the Gluon backward. Of many heads that share keys under a causal mask, these take four at
-    most (few of head_dim 64 have one each, hopper_bwd_ways.py: that was not timed where there are fewer yet)."""
+    most (few have fewer, hopper_bwd_ways.py: that was not timed where there are fewer yet)."""
     split = p.causal and not p.window and p.seqlen_k <= 2 * p.seqlen_q
     return (1 if p.varlen else p.batch) * (max(p.kv_heads, p.heads // 4) if split else p.kv_heads) * p.seqlen_k
 
@@ -301,7 +301,7 @@ def _timetable(p: Problem) -> bool:
     once, half of a head's must have room to begin two blocks of queries apart."""
     dim = max(p.head_dim, p.head_dim_v)
     room = _keys_of_all(p) <= 128 * p.device.sms or p.seqlen_q * (1 if dim <= 64 else 2) >= p.seqlen_k
-    return dim > 32 and p.heads == p.kv_heads and p.least_length >= 1024 and not (p.kv_lens or p.varlen) and room
+    return dim > 32 and p.least_length >= 1024 and not (p.kv_lens or p.varlen) and room
 
 
 def hopper_bwd_ordered(p: Problem) -> str | None:
