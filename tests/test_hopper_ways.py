@@ -74,9 +74,9 @@ def test_tiles_are_cut_where_that_ends_sooner():
 def test_which_way_a_plan_goes():
     """Pieces are claimed but where tiles are taken by number, or, for a third warpgroup, the sum is cleared. Up: under
     a causal mask, but in order at head_dim 128 where heads share keys: those go abreast; nor in order beside a full
-    bias, or where tiles are few: heads then share no keys. A third warpgroup: at head_dim 128 if it is
-    long, sooner in order; out of order its last tiles are cut without a mask. Blocks without a mask apart from others:
-    under a causal one, there if it is long."""
+    bias, or where tiles are few: heads then share no keys. A third warpgroup: at head_dim 128 if it is long, sooner in
+    order; out of order its last tiles are cut without a mask. Blocks without a mask apart from others: under a causal
+    one, there if it is long."""
     flags = itertools.product((32, 64, 96, 128), (1024, 4096, 8192), ("none", "key", "full"), *[(False, True)] * 3)
     for dim, length, bias, causal, ordered, shared in flags:
         q = torch.empty(2, 40, length, dim, dtype=torch.bfloat16, device="meta")
