@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from adatom.device import pretend
+from adatom.ops.attention import limits
 from adatom.ops.attention.api import inputs_of
+from adatom.ops.attention.problem import problem
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -131,13 +133,13 @@ def test_when_a_third_warpgroup_multiplies_dq(lengths, options, third):
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    shapes = [(2, 8, len_q, dim), *[(2, 4 if "shared" in options else 8, len_k, dim)] * 2]
+    shapes = [(4, 8, len_q, dim), *[(4, 4 if "shared" in options else 8, len_k, dim)] * 2]
     if "packed" in options:
         shapes = [(n, h, d) for _, h, n, d in shapes]
         given |= {name: empty(3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     q, k, v = (empty(*shape) for shape in shapes)
     if "kv_lens" in options:
-        given["kv_lens"] = empty(2, dtype=torch.int32)
+        given["kv_lens"] = empty(4, dtype=torch.int32)
     if "sinks" in options:
         given["sinks"] = empty(8, dtype=torch.float32)
     if "bias" in options:
@@ -211,12 +213,26 @@ def test_heads_whose_longest_tiles_come_first_go_in_equal_groups(batch, heads, l
 ])  # fmt: skip
 def test_few_heads_share_no_keys_under_a_causal_mask(batch, length, dim, splits, in_order):
     """At head_dim 64 where there are fewer than 16 tiles for each of 132 multiprocessors; if they are long, in order.
-    Beyond that fewer than six; out of order two share them."""
+    Beyond that fewer than six in order; out of order as few share them as fill the GPU twice."""
     q, k = (torch.empty(batch, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (32, 4))
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
         found = [backward._launches(x, o, q, q, (q, k, k), False, False, ordered).splits for ordered in (False, True)]
     assert found == [splits, in_order]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "length", "dim", "each"), [
+    (4, 1, 8192, 128, 1), (8, 2, 8192, 128, 2), (12, 3, 4096, 128, 1), (12, 4, 8192, 128, 3), (32, 8, 4096, 128, 4),
+    (16, 2, 2048, 128, 1), (4, 1, 8192, 64, 1), (8, 2, 8192, 64, 2), (8, 2, 8192, 32, 2), (8, 8, 8192, 128, 1),
+])  # fmt: skip
+def test_as_few_heads_share_keys_under_a_causal_mask_as_fill_the_gpu_twice(heads, kv_heads, length, dim, each):
+    """Out of order: the longest tiles have twice the average. A row that splits is served."""
+    q, k = (torch.empty(1, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
+    with pretend(H100):
+        x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)
+        plan = backward._launches(x, o, q, q, (q, k, k), False, False, False)
+        assert limits.hopper_bwd(problem(x, o)) is None
+    assert plan.splits * each * kv_heads == heads
 
 
 def test_half_as_many_heads_go_together_beside_a_bias_and_head_dim_64_has_larger_blocks():

@@ -25,9 +25,10 @@ _CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; b
 _CHAINED_TWICE = 4  # the same for four sums, beyond head_dim 64 without a mask
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
 # causal mask; out of order only below _LONG queries
-_FEW_SPLIT_WIDE = 6  # the same beyond head_dim 64, where out of order two may
+_FEW_SPLIT_WIDE = 6  # the same at other head_dims, in order
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross
+_FILLED = 0.8  # the same where heads share keys under a causal mask, if that can be
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
 # repays that the sum of dQ is cleared; under a causal mask from _LONG on
@@ -142,18 +143,19 @@ def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
 
 def splits_of(call: Call, dim: int, ordered: bool) -> int:
     """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few; where all tiles are few, one, or two: that is
-    more programs, and in order tiles may cross, or go the longest first. Not where keys are many more than queries: all
-    parts of dK take no more memory than twice q."""
+    and what these read and add to lies in L2 no more: so they take few, as few as it takes to fill the GPU twice, for
+    the longest tiles have twice the average. Where all tiles are few, in order, programs take one: then tiles may
+    cross, or go the longest first. Not where keys are many more than queries: all parts of dK take no more memory than
+    twice q."""
     if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
         return 1
     sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
-    per_sm = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing / call.device.sms
-    if dim == 64 and not call.varlen and (ordered or call.len_q < _LONG):
-        most = 1 if per_sm < _FEW_SPLIT else most
-    if dim > 64 and not call.varlen and per_sm < _FEW_SPLIT_WIDE:
-        most = 1 if ordered else 2
-    return sharing // max(n for n in range(1, most + 1) if sharing % n == 0)
+    per_sm = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing / call.device.sms  # tiles of all heads
+    few = per_sm < (_FEW_SPLIT if dim == 64 else _FEW_SPLIT_WIDE)
+    if few and not call.varlen and (ordered or dim == 64 and call.len_q < _LONG):
+        most = 1
+    filled = [n for n in range(1, most + 1) if sharing % n == 0 and per_sm >= 2 * _FILLED * n]
+    return sharing // max(filled, default=1)
 
 
 def way_of(work: Work) -> Way:
