@@ -269,7 +269,8 @@ def _launches(
                           BIAS=kind == QUERY.value)  # fmt: skip
     sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms
     rest = n_tiles % sms  # of the last round, of programs that take tiles in turn
-    pieces, whole = pieces_of(rest, n_m, sharing, sms) if way.cut else 1, n_tiles - rest
+    pieces = pieces_of(rest, n_m, sharing, sms) if way.cut and splits == 1 else 1
+    whole = n_tiles - rest
     units = whole + rest * pieces
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (

@@ -23,12 +23,13 @@ _FEW_SHORT = 2  # the same, where queries are few, for tiles that cross, whose s
 _CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; beside a third warpgroup, or packed
 # beyond head_dim 64, half as many
 _CHAINED_TWICE = 4  # the same for four sums, beyond head_dim 64 without a mask
-_FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys at head_dim 64, under a
-# causal mask; out of order only below _LONG queries
-_FEW_SPLIT_WIDE = 6  # the same at other head_dims, in order
+_FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys to head_dim 64, under a
+# causal mask; at 64, out of order and not packed, only below _LONG queries
+_FEW_SPLIT_WIDE = 6  # the same beyond it, in order
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
-_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross
-_FILLED = 0.8  # the same where heads share keys under a causal mask, if that can be
+_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross, or, without a causal
+# mask, of heads that share keys
+_FILLED = 0.8  # the same of these under a causal mask, if that can be
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
 # repays that the sum of dQ is cleared; under a causal mask from _LONG on
@@ -142,20 +143,45 @@ def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
 
 
 def splits_of(call: Call, dim: int, ordered: bool) -> int:
-    """Into how many parts the heads that share keys are split. Under a causal mask programs drift apart in their heads,
-    and what these read and add to lies in L2 no more: so they take few, as few as it takes to fill the GPU twice, for
-    the longest tiles have twice the average. Where all tiles are few, in order, programs take one: then tiles may
-    cross, or go the longest first. Not where keys are many more than queries: all parts of dK take no more memory than
-    twice q."""
-    if call.right < 0 or call.left >= 0 or call.len_k > 2 * call.len_q:
+    """Into how many parts the heads that share keys are split. Not where keys are many more than queries: all parts of
+    dK take no more memory than twice q."""
+    sharing = call.heads // max(call.kv_heads, 1)
+    if sharing <= 1 or call.len_k > 2 * call.len_q:
         return 1
-    sharing, most = call.heads // max(call.kv_heads, 1), 2 if dim <= 64 else 4
-    per_sm = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing / call.device.sms  # tiles of all heads
-    few = per_sm < (_FEW_SPLIT if dim == 64 else _FEW_SPLIT_WIDE)
-    if few and not call.varlen and (ordered or dim == 64 and call.len_q < _LONG):
-        most = 1
-    filled = [n for n in range(1, most + 1) if sharing % n == 0 and per_sm >= 2 * _FILLED * n]
-    return sharing // max(filled, default=1)
+    sizes = [n for n in range(1, sharing + 1) if sharing % n == 0]
+    n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing
+    causal = call.right >= 0 > call.left
+    return sharing // (_together_causal if causal else _together_even)(call, dim, ordered, sizes, n_tiles)
+
+
+def _together_causal(call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int) -> int:
+    """How many of the heads that share keys a program takes under a causal mask, of all heads' tiles. Programs drift
+    apart in their heads, and what these read and add to lies in L2 no more: so they take few, and only if they fill the
+    GPU twice, for the longest tiles have twice the average. Where all tiles are few, one: in order tiles may then
+    cross, or go the longest first."""
+    per_sm, packed, lens = n_tiles / call.device.sms, call.varlen, call.x.kv_lens is not None
+    if dim > 64:
+        most = 1 if ordered and not packed and per_sm < _FEW_SPLIT_WIDE else 4
+    elif packed:
+        most = 1 if ordered or per_sm < _FEW_SPLIT else 4
+    else:
+        most = 1 if per_sm < _FEW_SPLIT and (ordered or dim == 32 or call.len_q < _LONG) else 2
+    rounds = (4 if lens else 2) * _FILLED
+    return max((n for n in sizes if n <= most and per_sm >= rounds * n), default=1)
+
+
+def _together_even(call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int) -> int:
+    """The same without that mask: as many as fill the GPU to the last round, or leave few tiles for it that are cut;
+    one where few tiles are of unequal length, or where, in order, several sums or a timetable of more heads are
+    faster."""
+    sms, sharing = call.device.sms, sizes[-1]
+    if call.varlen or call.x.kv_lens is not None:
+        return sharing if n_tiles >= 2 * sharing * sms else 1
+    busy = [n for n in sizes if n_tiles // n >= _BUSY * -(-n_tiles // (n * sms)) * sms]
+    plain = call.left < 0 and call.right < 0
+    if sharing in busy or not ordered and _third(call, dim, ordered) and plain and 2 * (n_tiles // sharing % sms) <= sms:
+        return sharing
+    return 1 if ordered and plain and dim <= 64 else max(busy, default=1)
 
 
 def way_of(work: Work) -> Way:
@@ -168,7 +194,7 @@ def way_of(work: Work) -> Way:
     lens, softcap = call.x.kv_lens is not None, call.o.softcap > 0
     first = work.summed
     look = first and (lens or call.varlen or call.len_q > call.len_k and (edge or window))
-    third = wide and plain and not (look or window or lens or softcap or call.varlen) and _long_for_third(work)
+    third = not look and _third(call, work.dim, work.ordered)
     loops = 1
     if plain and first:
         if softcap and (edge and window or work.dim == 64):
@@ -202,11 +228,14 @@ def way_of(work: Work) -> Way:
     return Way(tiles, first, claim, up, loops=loops, look=look)
 
 
-def _long_for_third(work: Work) -> bool:
-    """Whether lengths are such that a third warpgroup is faster, where it can be had at all."""
-    call, edge = work.call, work.call.right >= 0
+def _third(call: Call, dim: int, ordered: bool) -> bool:
+    """Whether a third warpgroup multiplies dQ: where it can be had at all, if lengths are such that it is faster."""
+    options = call.x.bias is not None or call.x.kv_lens is not None or call.o.softcap > 0 or call.varlen
+    if dim <= 64 or options or call.left >= 0:
+        return False
+    edge = call.right >= 0
     fewer, more = sorted((call.len_q, call.len_k))
-    if work.ordered:
+    if ordered:
         return fewer >= _THIRD_IN_ORDER[edge]
     if edge:
         return fewer >= (_THIRD_SHARED if call.heads > call.kv_heads else _LONG)

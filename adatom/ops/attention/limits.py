@@ -290,11 +290,10 @@ def hopper_bwd(p: Problem) -> str | None:
 
 
 def _keys_of_all(p: Problem) -> int:
-    """Keys of all programs of the Gluon backward. Of heads that share keys under a causal mask these take as few as it
-    takes to fill the GPU (`splits_of`, hopper_bwd_ways.py); beside a stored gradient of a bias four were timed."""
-    split = p.causal and not p.window and p.seqlen_k <= (p.seqlen_q if p.varlen else 2 * p.least_length)
-    heads = max(p.kv_heads, p.heads // (4 if _stored(p) else 1)) if split else p.kv_heads
-    return (1 if p.varlen else p.batch) * heads * p.seqlen_k
+    """Keys of all programs of the Gluon backward: those of heads that share keys are split (`splits_of`,
+    hopper_bwd_ways.py) if keys are not many more than queries."""
+    split = p.seqlen_k <= (p.seqlen_q if p.varlen else 2 * p.least_length)
+    return (1 if p.varlen else p.batch) * (p.heads if split else p.kv_heads) * p.seqlen_k
 
 
 def _timetable(p: Problem) -> bool:
