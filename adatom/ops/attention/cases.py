@@ -102,6 +102,7 @@ KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
     (F32, "ieee"),
 )
 _STORED = (128, 16, 1024), (128, 2, 704), (32, 2, 656)  # head_dim, heads of keys, queries
+_RANGES = (32, 24, 2, 2030, F16), (64, 56, 1, 4050, BF16), (96, 128, 1, 4096, BF16), (128, 96, 2, 1020, F16)
 _DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (40, 24), (128, 32), (192, 16))
 
 
@@ -254,10 +255,9 @@ GPU: tuple[Case, ...] = (
     Case("bias 21qk f32", 6, 4, 2, 133, 200, 48, 48, F32, bias="21qk", kv_lens=True),
     Case("bias 1hqk f32 bias", 4, 4, 4, 256, 256, 32, 32, BF16, bias="1hqk", bias_dtype=F32),
     Case("bias bhqk -inf", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-inf", sinks=True),
-    Case("bias 1hqk -inf f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-inf"),
     Case("bias 1hqk, no gradient", 2, 4, 4, 333, 421, 64, 64, BF16, bias="1hqk", bias_grad=False),
     Case("bias bhqk -far", 2, 4, 2, 333, 421, 64, 64, BF16, bias="bhqk-far"),
-    Case("bias 1hqk -far f16", 2, 4, 4, 256, 300, 40, 40, F16, bias="1hqk-far"),
+    *(Case(f"bias 1hqk {b} f16", 2, 4, 4, 256, 300, 40, 40, F16, bias=f"1hqk{b}") for b in ("-inf", "-far")),
     Case("bias b11k -far f32", 2, 4, 4, 256, 256, 64, 64, F32, bias="b11k-far"),
     Case("bias 1hqk -lowest", 32, 4, 4, 333, 424, 64, 64, BF16, bias="1hqk-lowest"),
     Case("bias b11k bool", 2, 4, 4, 333, 421, 64, 64, BF16, bias="b11k-bool"),
@@ -284,6 +284,7 @@ GPU: tuple[Case, ...] = (
     Case("crossed, shared bias", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="11qk", causal=True),
     Case("crossed, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
     Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
+    *(Case(f"ranges {d}", 1, 2 * kv, kv, n, n - 50, d, dv, *o) for d, dv, kv, n, *o in _RANGES),
     Case("timetable 64", 1, 8, 8, 4000, 4000, 56, 64, F16),
     *(Case(f"crossed {d}", 1, h, h, n, n, d, d, BF16, causal=True) for d, h, n in ((32, 8, 4000), (64, 14, 2300))),
     *(Case(f"sums {h}", 1, h, h, 6200, 6300, 64, 48, F16, causal=True, kv_lens=h > 4) for h in (4, 8)),
@@ -291,8 +292,10 @@ GPU: tuple[Case, ...] = (
     Case("stored bias, window", 2, 8, 2, 700, 904, 128, 104, F16, bias="bhqk", window=(300, 100), kv_lens=True),
     *(Case(f"stored {d} {kv}", 2, 16, kv, n, n + 8, d, d, F16, bias="bhqk", causal=kv < 16) for d, kv, n in _STORED),
     Case("many heads softcap causal 128", 3, 8, 8, 4096, 4096, 128, 128, BF16, causal=True, softcap=5.0),
-    Case("many heads 384 softcap causal 64", 6, 4, 4, 333, 384, 64, 64, BF16, causal=True, softcap=5.0),
-    Case("many heads 421 softcap causal 64", 6, 4, 4, 333, 421, 64, 64, BF16, causal=True, softcap=5.0),
+    *(
+        Case(f"many heads {n} softcap causal 64", 6, 4, 4, 333, n, 64, 64, BF16, causal=True, softcap=5.0)
+        for n in (384, 421)
+    ),
     Case("many heads odd causal", 6, 4, 4, 777, 1001, 72, 72, F16, causal=True),
     Case("many heads odd softcap causal", 6, 4, 4, 333, 421, 128, 96, F16, causal=True, softcap=5.0),
     Case("longer 72", 1, 2, 2, 8200, 8200, 72, 72, F16, causal=True),

@@ -41,6 +41,8 @@ from adatom.ops.attention.hopper_bwd_ways import (
     blocks_inside,
     from_tiles,
     in_flight,
+    in_parts,
+    ranges_of,
     splits_of,
     way_of,
 )
@@ -72,19 +74,20 @@ from adatom.tiles.hopper import (
 )
 
 
-@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces", "together"])
+@gluon.jit(do_not_specialize=[*NO_SPECIALIZE, "splits", "n_tiles", "whole", "pieces", "together", "ranges"])
 def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr, DVPtr, Order, Lens, Taken, Turns,
                 stride_bb, stride_bh, stride_bn, repeats, bias_b, bias_h, heads, kv_heads, n_heads, group, splits,
-                len_q, len_k, left, right, n_tiles, whole, pieces, together, scale, scale_log2, softcap,
+                len_q, len_k, left, right, n_tiles, whole, pieces, together, ranges, scale, scale_log2, softcap,
                 D: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, SOFTCAP: gl.constexpr,
                 LEFT: gl.constexpr, RIGHT: gl.constexpr, EVEN_N: gl.constexpr, LENS: gl.constexpr, VARLEN: gl.constexpr,
                 ORDERED: gl.constexpr, FIRST: gl.constexpr, CLAIM: gl.constexpr, UP: gl.constexpr,
                 ABREAST: gl.constexpr, CHAINS: gl.constexpr, CROSSED: gl.constexpr, SHIFTED: gl.constexpr,
-                THIRD: gl.constexpr, ALONE: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, EARLY: gl.constexpr,
-                ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
-                STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr,
-                BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, DQ_BEHIND: gl.constexpr, SUMS: gl.constexpr,
-                WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                THIRD: gl.constexpr, ALONE: gl.constexpr, LOOPS: gl.constexpr, CUT: gl.constexpr, RANGES: gl.constexpr,
+                EARLY: gl.constexpr, ONCE: gl.constexpr, DYNAMIC: gl.constexpr, BLOCK_M: gl.constexpr,
+                PARTS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, LATE: gl.constexpr,
+                BIAS: gl.constexpr, BIAS_STAGES: gl.constexpr, TILES: gl.constexpr, DQ_BEHIND: gl.constexpr,
+                SUMS: gl.constexpr, WIDE: gl.constexpr, INSIDE: gl.constexpr, KV_STAGES: gl.constexpr,
+                REGISTERS: gl.constexpr):
     """dK and dV of blocks of 128 keys; dQ, unscaled, is added to a float32 sum, or left to the kernel behind.
 
     Tensors come as descriptors. Lse, Delta: float32, one number for each query, the queries of each (batch, head)
@@ -96,13 +99,13 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     piece how many blocks of keys are through with it. Order: for packed sequences; boxes end with them (`sequences`),
     n_heads is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr,
     of the pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile
-    that is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies. scale_log2:
-    scale in log2 units.
+    that is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies. ranges: of each
+    head's queries; then heads, splits and len_q are of ranges. scale_log2: scale in log2 units.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ORDERED,
-                                   FIRST, CLAIM, UP, ABREAST, CHAINS, CROSSED, SHIFTED, THIRD, ALONE, LOOPS, CUT, ONCE,
-                                   DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES, TILES,
-                                   DQ_BEHIND, SUMS, WIDE, INSIDE, KV_STAGES)
+                                   FIRST, CLAIM, UP, ABREAST, CHAINS, CROSSED, SHIFTED, THIRD, ALONE, LOOPS, CUT,
+                                   RANGES, ONCE, DYNAMIC, BLOCK_M, PARTS, STAGES, RESIDENT, LATE, BIAS, BIAS_STAGES,
+                                   TILES, DQ_BEHIND, SUMS, WIDE, INSIDE, KV_STAGES)
     k_s = make_tiles(K, KV_STAGES)
     v_s = make_tiles(V, 2 * KV_STAGES)  # the halves of both consumers
     q_s = make_tiles(Q, STAGES)
@@ -148,7 +151,8 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
             bias_empty)
     wait_for_previous(EARLY)
     let_next(EARLY)
-    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, (n_tiles, whole, pieces, together))
+    tile_counts = (n_tiles, whole, pieces, together, ranges)
+    counts = (heads, kv_heads, n_heads, group, splits, len_q, len_k, left, right, tile_counts)
     factors = (scale, scale_log2, softcap)
     given = (Bias, (stride_bb, stride_bh, stride_bn), DBias, Sums, repeats)
     slices = (repeats, bias_b, bias_h)
@@ -251,7 +255,9 @@ def _launches(
     summed = not (inside or stored)  # in memory
     ordered = ordered and summed
     splits = splits_of(call, dim, ordered)
-    call.kv_heads *= splits  # from here on each part is a head
+    ranges = 1 if inside else ranges_of(call, dim, ordered, splits, config.block_m)
+    splits *= ranges
+    unsplit, call = call, in_parts(call, splits, ranges, config.block_m)  # from here on each part is a head
     dk, dv = (_place(grad, splits) for grad in grads[1:])
     wide = dk.dtype != x.k.dtype
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
@@ -264,7 +270,7 @@ def _launches(
     n_m = blocks_of_head(call, m)
     plain = call.varlen and x.sinks is not None
     natural = kind in (KEY.value, FULL.value) and x.bias.is_floating_point()  # type: ignore[union-attr]
-    before, behind = ends(call, dim, m, out, dout, grads[0], way.look, way.chains, DLSE=dlse,
+    before, behind = ends(unsplit, dim, m, out, dout, grads[0], way.look, way.chains, DLSE=dlse,
                           SUM=summed and not way.first, TURNS=2 * way.chains * way.first, PLAIN=plain, NATURAL=natural,
                           BIAS=kind == QUERY.value)  # fmt: skip
     sharing, sms = call.heads // max(call.kv_heads, 1), call.device.sms
@@ -276,7 +282,7 @@ def _launches(
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
         call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, pieces,
-        way.timetable[0] if way.timetable else 0, call.scale, call.scale * LOG2E.value, o.softcap,
+        way.timetable[0] if way.timetable else 0, ranges, call.scale, call.scale * LOG2E.value, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
     blocks = {
@@ -299,7 +305,8 @@ def _launches(
             "ORDERED": ordered, "FIRST": way.first, "CLAIM": way.claim, "UP": way.up,
             "ABREAST": way.abreast, "CHAINS": way.chains, "CROSSED": way.crossed > 0,
             "SHIFTED": way.timetable is not None, "THIRD": way.third,
-            "ALONE": way.third and sharing == 1 and not ordered, "LOOPS": way.loops, "CUT": pieces > 1, "EARLY": True,
+            "ALONE": way.third and sharing == 1 and not ordered, "LOOPS": way.loops, "CUT": pieces > 1,
+            "RANGES": ranges > 1, "EARLY": True,
             "ONCE": way.tiles == "one", "DYNAMIC": way.tiles == "dynamic" and not inside, "BLOCK_M": m,
             "PARTS": config.parts, "STAGES": config.stages, "RESIDENT": config.resident, "LATE": config.late,
             "BIAS": kind, "BIAS_STAGES": stages, "TILES": dbias.tiles, "DQ_BEHIND": stored,

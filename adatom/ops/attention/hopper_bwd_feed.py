@@ -56,6 +56,7 @@ class Plan:
     ALONE: bool  # beside it, not ORDERED: no heads share their keys
     LOOPS: int  # over blocks of queries: 2, 3: those that need no mask have one of their own
     CUT: bool  # the last tiles are worked on in pieces, each by another program
+    RANGES: bool  # ranges of a head's queries count as heads, which share its keys
     ONCE: bool  # a program has one tile
     DYNAMIC: bool
     BLOCK_M: int
@@ -250,6 +251,17 @@ def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def rows_of(h, m, counts, PLAN: gl.constexpr):
+    """(head, first row) of block m of queries of head h; RANGES: of what counts as that head."""
+    row = m * PLAN.BLOCK_M
+    if PLAN.RANGES:
+        len_q, ranges = counts[5], counts[-1][4]
+        return h // ranges, row + h % ranges * len_q
+    else:
+        return h, row
+
+
+@gluon.jit
 def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
     """Blocks of queries of the keys n0..: (first, first and end of those that need no mask, number).
 
@@ -269,7 +281,7 @@ def blocks_of(n0, len_q, len_k, left, right, PLAN: gl.constexpr):
 def piece_of(t, counts, PLAN: gl.constexpr):
     """(tile, piece of it) number t; CUT: tiles from number `whole` on have several."""
     if PLAN.CUT:
-        _, whole, pieces, _ = counts[-1]
+        whole, pieces = counts[-1][1], counts[-1][2]
         behind = gl.maximum(t - whole, 0)
         return gl.minimum(t, whole) + behind // pieces, behind % pieces
     else:
@@ -284,7 +296,7 @@ def blocks_of_piece(t, n0, begin, blocks, counts, PLAN: gl.constexpr):
         ahead, together = neighbours(n0, counts)
         begin = gl.minimum((n0 // BLOCK_N - ahead) * blocks // together, (n0 // BLOCK_N - ahead) * APART)
     if PLAN.CUT:
-        _, whole, pieces, _ = counts[-1]
+        whole, pieces = counts[-1][1], counts[-1][2]
         if t >= whole:
             each = (blocks + pieces - 1) // pieces
             _, piece = piece_of(t, counts, PLAN)
@@ -440,14 +452,14 @@ def producer(Q, K, V, DOut, Lse, Delta, Bias, Taken, Order, Lens, tiles, bars, c
                 wait_rows_read(n, STAGES)
             else:
                 wait_empty(q_empty, n, STAGES)
-            load_tile_and_numbers(Q, b_q, h, m * BLOCK_M, Lse, row, q_full.index(i), q_s.index(i), lse_s.index(i))
+            head, start = rows_of(h, m, counts, PLAN)
+            load_tile_and_numbers(Q, b_q, head, start, Lse, row, q_full.index(i), q_s.index(i), lse_s.index(i))
             if j == 0:
                 for c in gl.static_range(2):
                     load_tile(V, b_k, hk // splits, n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
             if not (PLAN.DENSE or PLAN.THIRD):
                 wait_empty(do_empty, n, STAGES)
-            load_tile_and_numbers(DOut, b_q, h, m * BLOCK_M, Delta, row, do_full.index(i), do_s.index(i),
-                                  delta_s.index(i))
+            load_tile_and_numbers(DOut, b_q, head, start, Delta, row, do_full.index(i), do_s.index(i), delta_s.index(i))
             if PLAN.BIAS == FULL:
                 for part in gl.static_range(PARTS):
                     use = n * PARTS + part

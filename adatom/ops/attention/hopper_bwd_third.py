@@ -24,6 +24,7 @@ from adatom.ops.attention.hopper_bwd_feed import (
     blocks_of_piece,
     ds_written,
     first_tile,
+    rows_of,
     tile_behind,
     tile_of,
     tiles_in_all,
@@ -116,13 +117,13 @@ def walk_beside_third(dk, dv, n, i_kv, tiles, bars, place, span, counts, scale_l
 
 
 @gluon.jit
-def _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n, tiles, bars, PLAN: gl.constexpr):
+def _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n, tiles, bars, counts, PLAN: gl.constexpr):
     """Begin to load queries and dO of visit n. Triton puts fewer barriers between loads that have no barrier in common
     and follow each other."""
     _, _, q_s, do_s, lse_s, delta_s, _, _, _, _, _ = tiles
     _, _, _, q_full, _, do_full, _, _, _, _, _, _ = bars
     i = slot(n, PLAN.STAGES)
-    row = m * PLAN.BLOCK_M
+    h, row = rows_of(h, m, counts, PLAN)
     with_q, with_do = q_full.index(i), do_full.index(i)
     mbarrier.expect(with_q, Q.block_type.nbytes + Lse.block_type.nbytes)
     mbarrier.expect(with_do, DOut.block_type.nbytes + Delta.block_type.nbytes)
@@ -168,12 +169,12 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
         load_tile(K, b_k, hk // splits, n0, 0, k_full.index(i_kv), k_s.index(i_kv))
         m, h, block = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)
         m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
-        _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n, tiles, bars, PLAN)
+        _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n, tiles, bars, counts, PLAN)
         for c in gl.static_range(2):
             load_tile(V, b_k, hk // splits, n0 + c * HALF, 0, v_full.index(i_kv), v_s.index(i_kv * 2 + c))
         if visits > 1:
             m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
-            _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n + 1, tiles, bars, PLAN)
+            _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n + 1, tiles, bars, counts, PLAN)
         here, head, now = before_visits(hk, first, begin, blocks, sharing, stride, PLAN)  # of what is multiplied
         for j in range(visits):
             here, head, now = visit(here, head, now, hk, begin, blocks, sharing, stride, PLAN)
@@ -185,7 +186,7 @@ def third(Q, K, V, DOut, Lse, Delta, DQ, Order, Lens, tiles, bars, counts, PLAN:
             dq = _half_of_dq(dq, ds_s, n, k, 0)
             if j + 2 < visits:
                 m, h, block = visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN)
-                _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n + 2, tiles, bars, PLAN)
+                _load_rows(Q, DOut, Lse, Delta, b_q, h, m, block, n + 2, tiles, bars, counts, PLAN)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             tma.store_wait(1)  # what was added from this half of dQ's memory last has left it
             dq_s.index(0).store(in_rows(dq))

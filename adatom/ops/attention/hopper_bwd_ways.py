@@ -3,6 +3,7 @@
 All of it was measured: docs/hopper_backward.md and hopper_backward_bias.md have the cells, and what else was tried.
 """
 
+from copy import copy
 from typing import NamedTuple
 
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head
@@ -30,6 +31,8 @@ _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross, or, without a causal
 # mask, of heads that share keys
 _FILLED = 0.8  # the same of these under a causal mask, if that can be
+_RANGES = 5  # tiles a multiprocessor that ranges of queries make at most: dK and dV are stored by each
+_RANGE = 256  # queries of a range at least
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
 # repays that the sum of dQ is cleared; under a causal mask from _LONG on
@@ -175,13 +178,50 @@ def _together_even(call: Call, dim: int, ordered: bool, sizes: list[int], n_tile
     one where few tiles are of unequal length, or where, in order, several sums or a timetable of more heads are
     faster."""
     sms, sharing = call.device.sms, sizes[-1]
-    if call.varlen or call.x.kv_lens is not None:
+    if call.x.kv_lens is not None:
+        return sharing if n_tiles >= (4 if ordered or dim <= 64 else 2) * sharing * sms else 1
+    if call.varlen:
         return sharing if n_tiles >= 2 * sharing * sms else 1
-    busy = [n for n in sizes if n_tiles // n >= _BUSY * -(-n_tiles // (n * sms)) * sms]
-    plain = call.left < 0 and call.right < 0
-    if sharing in busy or not ordered and _third(call, dim, ordered) and plain and 2 * (n_tiles // sharing % sms) <= sms:
+    if _fills(n_tiles // sharing, sms) or _cuts(n_tiles // sharing, call, dim, ordered):
         return sharing
-    return 1 if ordered and plain and dim <= 64 else max(busy, default=1)
+    if ordered and dim <= 64 and call.left < 0 and call.right < 0:
+        return 1
+    return max((n for n in sizes if _fills(n_tiles // n, sms)), default=1)
+
+
+def _fills(n_tiles: int, sms: int) -> bool:
+    """Whether so many tiles of equal length fill the GPU to the last round."""
+    return n_tiles >= _BUSY * -(-n_tiles // sms) * sms
+
+
+def _cuts(n_tiles: int, call: Call, dim: int, ordered: bool) -> bool:
+    """Whether the tiles of the last round, if so many are few for it, are cut."""
+    sms = call.device.sms
+    return not ordered and call.right < 0 and _third(call, dim, ordered) and 2 * (n_tiles % sms) <= sms
+
+
+def ranges_of(call: Call, dim: int, ordered: bool, splits: int, block_m: int) -> int:
+    """Into how many ranges of queries each head is split, where these have no mask, and tiles do not fill the GPU even
+    if each is one head's. They count as heads then, and share the head's keys."""
+    sms, n_m = call.device.sms, blocks_of_head(call, block_m)
+    n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * splits
+    options = call.varlen or call.x.kv_lens is not None or call.x.bias is not None
+    if options or call.left >= 0 or call.right >= 0 or splits * call.kv_heads < call.heads:
+        return 1
+    if _fills(n_tiles, sms) or _cuts(n_tiles, call, dim, ordered):
+        return 1
+    most = min(_RANGES * sms // max(n_tiles, 1), n_m * block_m // _RANGE)
+    return next((n for n in range(2, most + 1) if n_m % n == 0 and _fills(n * n_tiles, sms)), 1)
+
+
+def in_parts(call: Call, splits: int, ranges: int, block_m: int) -> Call:
+    """The call as the main kernel sees it: parts of heads that share keys are heads, and so are ranges of queries."""
+    call = copy(call)
+    call.kv_heads *= splits
+    if ranges > 1:
+        call.len_q = blocks_of_head(call, block_m) // ranges * block_m
+        call.heads *= ranges
+    return call
 
 
 def way_of(work: Work) -> Way:
