@@ -29,7 +29,7 @@ import torch
 
 from adatom.ops.attention.hopper_bwd_adder import adder
 from adatom.ops.attention.hopper_bwd_bias import bias_pass
-from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_pieces
+from adatom.ops.attention.hopper_bwd_cut import pieces_of, sum_of_parts, sum_of_pieces
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head, dq_behind, ends
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N, FULL, HALF, KEY, QUERY, make_plan, producer
 from adatom.ops.attention.hopper_bwd_third import THIRD_REGISTERS, third, third_in_order
@@ -218,7 +218,7 @@ class Launches(NamedTuple):
     before: launch.Launch
     main: Launch
     behind: launch.Launch | None  # takes the sum of dQ or, if there is none, dS; none: it is in shared memory
-    added: Launch | None  # adds up dK and dV of the tiles that are cut
+    added: launch.Launch | None  # adds up dK and dV of tiles that are cut, or parts of them
     lines: int  # numbers of that table
     blocks: int  # of queries, of all heads
     block_m: int
@@ -227,7 +227,7 @@ class Launches(NamedTuple):
     dbias: Gradient
     plain: bool  # delta is wanted as lse lies
     splits: int  # parts of a head's dK and dV
-    pieces: tuple[int, ...]  # shape of the sums of pieces of tiles
+    pieces: tuple[int, ...]  # shape of the sums of pieces of tiles; (): none are cut
 
 
 def _place(grad: torch.Tensor, splits: int) -> torch.Tensor:
@@ -262,7 +262,9 @@ def _launches(
     wide = dk.dtype != x.k.dtype
     n_heads = call.batch if call.varlen else call.batch * call.kv_heads
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True)
-    work = Work(call, dim, config.block_m, config.tiles, ordered, inside > 0, summed, dbias.sums, n_heads, n_tiles)
+    work = Work(
+        call, dim, config.block_m, config.tiles, ordered, inside > 0, summed, dbias.sums, n_heads, n_tiles, ranges
+    )
     way = way_of(work)
     config = beside_third(config, ordered) if way.third else config
     rows, least, group = in_flight(work, way)
@@ -324,8 +326,10 @@ def _launches(
     added = None
     if pieces > 1:
         added = sum_of_pieces(call, dim, rest, pieces, whole, (n_heads, group), dk, dv)
+    elif splits > 1:
+        added = sum_of_parts(unsplit, dim, splits, *grads[1:])
     return Launches(table, before, main, behind if summed else from_stored, added, lines, n_blocks, m, sums, turns,
-                    dbias, plain, splits, (units - whole, 2, n, dim))
+                    dbias, plain, splits, (units - whole, 2, n, dim) if pieces > 1 else ())
 
 
 def _grads(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -363,7 +367,7 @@ def _backward(
     stored, sums = plan.main.meta["DQ_BEHIND"], column_sums(x, plan.dbias.sums)
     # stored ones are written all over, also outside the mask
     tiles = empty((*x.q.shape[:3], x.k.shape[2]), x.q) if stored else bias_tiles(x, o, plan.dbias.tiles)
-    pieces = empty(plan.pieces, lse) if plan.added else None
+    pieces = empty(plan.pieces, lse) if plan.pieces else None
     if plan.main.meta["SHIFTED"]:  # programs wait for some that may not have begun
         launch.take_turn(lse.device)
     plan.main(
@@ -373,12 +377,10 @@ def _backward(
     )  # fmt: skip
     if plan.behind:
         plan.behind(*((tiles, x.k, dq, x.kv_lens) if stored else (total, dq, turns, x.cu_seqlens_q)))
-    if plan.added:
+    if pieces is not None:
         plan.added(pieces, dv, dk)
-    if plan.splits > 1:
-        for part, grad in zip(parts, (dk, dv)):
-            part = part.unflatten(1, (-1, plan.splits))
-            grad.copy_(part.sum(2)) if wide else torch.sum(part, 2, out=grad)
+    elif plan.added:
+        plan.added(*parts, dk, dv)
     if plain is None and (plan.dbias.rows or x.sinks is not None):
         plain = delta.view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     if plan.dbias.apart and total is not None:

@@ -3,17 +3,24 @@
 Programs that take tiles in turn all have as many, but for a few that have one more, while the others are idle: of 4,096
 tiles on 132 multiprocessors 4 have 32 where 31.03 would do. So what is left of the last round is cut along the queries:
 a piece is a tile of fewer blocks of queries, whose sums of dK and dV stay float32. A kernel behind adds them up.
+
+Another adds up the parts of dK and dV of heads that are split (`splits_of` and `ranges_of`, hopper_bwd_ways.py).
 """
 
 import torch
+import triton
+import triton.language as tl
 
 from adatom.ops.attention.hopper_bwd_feed import BLOCK_N
 from adatom.ops.attention.triton_call import Call
+from adatom.tiles import launch
 from adatom.tiles.hopper import Launch, gl, gluon, head_and_block, wait_for_previous
+from adatom.tiles.triton import after_previous, at
 
 _MOST = 32  # pieces of a tile
 _ROWS = gl.constexpr(4)  # keys of a program
 _EACH = gl.constexpr(8)  # pieces that it reads at once
+_ELEMENTS = 2048  # of dK or dV, that a program sums of parts
 # in visits of a block of queries, as measured: what a tile costs beside them; what the kernel behind costs, and a piece
 _TILE, _BEHIND, _PIECE = 2.5, 2.0, 0.05
 
@@ -71,3 +78,56 @@ def sum_of_pieces(
     scalars = (*call.strides(dv), *call.strides(dk), call.kv_heads, *groups, call.len_k, whole, pieces)
     meta = {"D": dim, "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "num_warps": 4, "launch_pdl": True}
     return Launch(_sum_kernel, tiles * (2 * BLOCK_N.value // _ROWS.value), scalars, meta)
+
+
+@triton.jit
+def _sum_rows(Parts, Sum, stride_b, stride_h, stride_n, b, h, n0, heads, splits, length, DIM: tl.constexpr,
+              D: tl.constexpr, VARLEN: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr):
+    """Rows n0.. of head h: the sum of its parts, in order, four of which are read at once. Parts are contiguous."""
+    row = (n0 + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    d = tl.arange(0, D)[None, :]
+    some = (row < length) & (d < DIM)
+    first, step = row * heads * splits + h * splits, 1
+    if not VARLEN:
+        first, step = (tl.cast(b, tl.int64) * heads + h) * splits * length + row, length
+    x = tl.zeros((ROWS, D), tl.float32)
+    for part in range(0, splits, 4):
+        for i in tl.static_range(4):
+            place = (first + (part + i) * tl.cast(step, tl.int64)) * DIM + d
+            x += tl.load(Parts + place, mask=some & (part + i < splits), other=0.0).to(tl.float32)
+    rows = at(b, h, row, stride_b, stride_h, stride_n, PIECE)
+    tl.store(Sum + rows + d, x.to(Sum.dtype.element_ty), mask=some)
+
+
+@triton.jit(do_not_specialize=["heads", "splits", "length"])
+def _parts_kernel(DKParts, DVParts, DK, DV, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, heads,
+                  splits, length, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr,
+                  VARLEN: tl.constexpr, EARLY: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr):
+    """dK or dV of ROWS keys of a head: the sum of its parts."""
+    after_previous(EARLY)
+    pid = tl.program_id(0) // 2
+    n_blocks = tl.cdiv(length, ROWS)
+    bh = pid // n_blocks
+    n0 = (pid - bh * n_blocks) * ROWS
+    b = bh // heads
+    h = bh - b * heads
+    if tl.program_id(0) % 2 == 0:
+        _sum_rows(DVParts, DV, stride_vb, stride_vh, stride_vn, b, h, n0, heads, splits, length, HEAD_DIM_V, D, VARLEN,
+                  PIECE, ROWS)
+    else:
+        _sum_rows(DKParts, DK, stride_kb, stride_kh, stride_kn, b, h, n0, heads, splits, length, HEAD_DIM, D, VARLEN,
+                  PIECE, ROWS)
+
+
+def sum_of_parts(call: Call, dim: int, splits: int, dk: torch.Tensor, dv: torch.Tensor) -> launch.Launch:
+    """The launch that adds up the parts of dK and dV, `splits` of each head of the call, to dk and dv."""
+    rows = _ELEMENTS // dim
+    strides = (*call.strides(dk), *call.strides(dv))
+    programs = 2 * -(-call.len_k // rows) * call.kv_heads * (1 if call.varlen else call.batch)
+    return launch.Launch(
+        _parts_kernel, programs, (*strides, call.kv_heads, splits, call.len_k),
+        {
+            "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D": dim, "VARLEN": call.varlen, "EARLY": True,
+            "PIECE": call.piece, "ROWS": rows, "num_warps": 4, "launch_pdl": True,
+        },
+    )  # fmt: skip

@@ -4,6 +4,7 @@ All of it was measured: docs/hopper_backward.md and hopper_backward_bias.md have
 """
 
 from copy import copy
+from math import log2
 from typing import NamedTuple
 
 from adatom.ops.attention.hopper_bwd_ends import blocks_of_head
@@ -32,7 +33,8 @@ _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timet
 # mask, of heads that share keys
 _FILLED = 0.8  # the same of these under a causal mask, if that can be
 _RANGES = 5  # tiles a multiprocessor that ranges of queries make at most: dK and dV are stored by each
-_RANGE = 256  # queries of a range at least
+_RANGE, _RANGE_IN_ORDER = 256, 1024  # queries of a range at least; of each of twice as many, in order
+_CHAINS_OF_RANGES = 8  # sums of dQ at most where ranges of queries count as heads
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
 # repays that the sum of dQ is cleared; under a causal mask from _LONG on
@@ -106,6 +108,7 @@ class Work(NamedTuple):
     sums: bool  # dS is summed over queries
     n_heads: int  # of keys; packed: sequences
     n_tiles: int
+    ranges: int = 1  # of a head's queries, which count as heads
 
     @property
     def full(self) -> bool:
@@ -195,9 +198,9 @@ def _fills(n_tiles: int, sms: int) -> bool:
 
 
 def _cuts(n_tiles: int, call: Call, dim: int, ordered: bool) -> bool:
-    """Whether the tiles of the last round, if so many are few for it, are cut."""
-    sms = call.device.sms
-    return not ordered and call.right < 0 and _third(call, dim, ordered) and 2 * (n_tiles % sms) <= sms
+    """Whether the tiles of the last round, behind others, are cut: if so many leave few for it."""
+    few = n_tiles > call.device.sms and 2 * (n_tiles % call.device.sms) <= call.device.sms
+    return few and not ordered and call.right < 0 and _third(call, dim, ordered)
 
 
 def ranges_of(call: Call, dim: int, ordered: bool, splits: int, block_m: int) -> int:
@@ -210,8 +213,11 @@ def ranges_of(call: Call, dim: int, ordered: bool, splits: int, block_m: int) ->
         return 1
     if _fills(n_tiles, sms) or _cuts(n_tiles, call, dim, ordered):
         return 1
-    most = min(_RANGES * sms // max(n_tiles, 1), n_m * block_m // _RANGE)
-    return next((n for n in range(2, most + 1) if n_m % n == 0 and _fills(n * n_tiles, sms)), 1)
+    most, length = _RANGES * sms // max(n_tiles, 1), n_m * block_m
+    sizes = [n for n in range(2, min(most, length // _RANGE) + 1) if n_m % n == 0 and _fills(n * n_tiles, sms)]
+    ranges = min(sizes, default=1)
+    twice = ordered and 2 * ranges in sizes and length >= 2 * ranges * _RANGE_IN_ORDER
+    return 2 * ranges if twice else ranges
 
 
 def in_parts(call: Call, splits: int, ranges: int, block_m: int) -> Call:
@@ -287,6 +293,10 @@ def _chains(work: Work, third: bool) -> int:
     behind the one before it of its sum. Where all tiles find room at once, or nearly, four are not worth it. Not where
     queries are many more than keys: there is memory for each sum."""
     call, wide = work.call, work.dim > 64
+    if work.ranges > 1:  # by how many tiles of a head run at once
+        at_once = min(work.per_head, call.device.sms / work.n_heads)
+        chains = at_once / 4 if wide else max(at_once / 2, 2)
+        return min(2 ** int(log2(max(chains, 1))), _CHAINS_OF_RANGES)
     heads = call.kv_heads if call.varlen else work.n_heads
     if heads > (_CHAINED // 2 if third or wide and call.varlen else _CHAINED) or work.n_tiles < 8 * heads:
         return 1
@@ -318,7 +328,7 @@ def _timetable(work: Work) -> tuple[int, int] | None:
     """
     call, dim, n_heads, n_tiles, sms = work.call, work.dim, work.n_heads, work.n_tiles, work.call.device.sms
     few = _FEW_SHORT if dim == 64 and call.len_q < _LONG and not work.full else _FEW
-    if not work.ordered or work.sums or dim < 64 or not 0 < n_tiles < few * sms:
+    if not work.ordered or work.sums or work.ranges > 1 or dim < 64 or not 0 < n_tiles < few * sms:
         return None
     if call.varlen or call.x.kv_lens is not None or call.left >= 0 or call.right >= 0:
         return None

@@ -284,7 +284,8 @@ def hopper_bwd(p: Problem) -> str | None:
     slow = not 32 < dim <= 64 or p.bias_grad and not p.bias_shared  # or not timed
     if p.bias == "full" and p.bias_dtype == torch.float32 and slow:
         return "has room for one tile of a float32 bias, and waits for each"
-    if 128 * (16 if stored else 2 * sms // 3 if wide else 3 * sms // 2) > _keys_of_all(p):
+    few = 2 * sms // 3 if wide else 3 * sms // 2
+    if 128 * (16 if stored or _few_suffice(p) else few) > _keys_of_all(p):
         return "has too few tiles of 128 keys for the GPU"
     return None
 
@@ -294,6 +295,13 @@ def _keys_of_all(p: Problem) -> int:
     hopper_bwd_ways.py) if keys are not many more than queries."""
     split = p.seqlen_k <= (p.seqlen_q if p.varlen else 2 * p.least_length)
     return (1 if p.varlen else p.batch) * (p.heads if split else p.kv_heads) * p.seqlen_k
+
+
+def _few_suffice(p: Problem) -> bool:
+    """Whether so few tiles that they do not fill the GPU were faster than Triton's: without a mask they are more, each
+    of a range of queries (`ranges_of`, hopper_bwd_ways.py)."""
+    options = p.window or p.kv_lens or p.varlen or p.softcap or p.bias != "none"
+    return p.least_length >= 1024 and not options and not (p.causal and max(p.head_dim, p.head_dim_v) <= 32)
 
 
 def _timetable(p: Problem) -> bool:
@@ -311,7 +319,7 @@ def hopper_bwd_ordered(p: Problem) -> str | None:
     convoy = p.kv_lens or p.varlen or p.seqlen_q > p.seqlen_k  # not upwards: some queries may see no keys
     if p.window and p.window_keys <= 256 and max(p.head_dim, p.head_dim_v) > 64 and convoy:
         return "adds to dQ in order, in a convoy, which takes too long under windows of 256 keys and below"
-    served = p.causal or p.window or _timetable(p) or _whole_heads(p)
+    served = p.causal or p.window or _timetable(p) or _few_suffice(p) or _whole_heads(p)
     if _keys_of_all(p) < 128 * (3 * p.device.sms // 2) and not served:
         return "adds to dQ in order, and without a mask has too few tiles of 128 keys for the GPU"
     return None
