@@ -149,7 +149,8 @@ def test_when_a_third_warpgroup_multiplies_dq(lengths, options, third):
         plan = backward._launches(x, o, q, q, (q, k, v), False, False, "ordered" in options)
     assert plan.main.meta["THIRD"] == third
     if third and "ordered" not in options:
-        assert plan.before.meta["SUM"] and plan.main.scalars[-4] == 0  # `together`, on which it relies
+        given = dict(zip(plan.main.kernel.arg_names[18:], plan.main.scalars))
+        assert plan.before.meta["SUM"] and given["together"] == 0  # on which it relies
 
 
 @pytest.mark.parametrize("window", [(300, 0), (300, 300), (None, 0), (300, None)])
@@ -223,10 +224,11 @@ def test_few_heads_share_no_keys_under_a_causal_mask(batch, length, dim, splits,
 
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "dim", "each"), [
     (4, 1, 8192, 128, 1), (8, 2, 8192, 128, 2), (12, 3, 4096, 128, 1), (12, 4, 8192, 128, 3), (32, 8, 4096, 128, 4),
-    (16, 2, 2048, 128, 1), (4, 1, 8192, 64, 1), (8, 2, 8192, 64, 2), (8, 2, 8192, 32, 2), (8, 8, 8192, 128, 1),
+    (16, 2, 2048, 128, 1), (4, 1, 8192, 64, 1), (8, 2, 8192, 64, 2), (8, 2, 8192, 32, 1), (8, 8, 8192, 128, 1),
 ])  # fmt: skip
 def test_as_few_heads_share_keys_under_a_causal_mask_as_fill_the_gpu_twice(heads, kv_heads, length, dim, each):
-    """Out of order: the longest tiles have twice the average. A row that splits is served."""
+    """Out of order: the longest tiles have twice the average. To head_dim 32 none share them. A row that splits is
+    served."""
     q, k = (torch.empty(1, n, length, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
     with pretend(H100):
         x, o, _ = inputs_of(q=q, k=k, v=k, causal=True)

@@ -93,7 +93,9 @@ def test_hopper_where_it_is_faster():
     assert choose("attention_bwd", alone, "deterministic").backend == "hopper_ordered"
     narrow = alone._replace(head_dim=64, head_dim_v=64)
     assert choose("attention_bwd", narrow, "deterministic").backend == "hopper_ordered"
-    for convoy in ({"kv_lens": True}, {"head_dim": 32, "head_dim_v": 32}, {"least_length": 512}):
+    for heads in (1, 2):  # 32 tiles of one: ranges of queries
+        assert choose("attention_bwd", alone._replace(heads=heads, kv_heads=heads)).backend == "hopper"
+    for convoy in ({"kv_lens": True}, {"head_dim": 32, "head_dim_v": 32, "softcap": True}, {"least_length": 512}):
         assert choose("attention_bwd", alone._replace(**convoy), "deterministic").backend == "triton"
     assert choose("attention_bwd", few._replace(causal=True), "deterministic").backend == "hopper_ordered"
     learned = HOPPER._replace(bias="full", bias_dtype=torch.bfloat16, bias_grad=True, bias_shared=True)
@@ -107,7 +109,7 @@ def test_hopper_where_it_is_faster():
     for other in (
         {"seqlen_q": 255, "least_length": 128},
         {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 1024, "least_length": 512},
-        {"batch": 1, "kv_heads": 1},
+        {"batch": 1, "kv_heads": 1, "seqlen_q": 1024, "least_length": 1024},
         {"window": True, "window_keys": 64},
         {"varlen": True, "least_length": 64},
         {"varlen": True, "least_length": 128, **narrow},

@@ -290,18 +290,22 @@ def hopper_bwd(p: Problem) -> str | None:
     return None
 
 
+def _split(p: Problem) -> bool:
+    """Whether the Gluon backward may split heads that share keys (`splits_of`, hopper_bwd_ways.py)."""
+    return p.seqlen_k <= (p.seqlen_q if p.varlen else 2 * p.least_length)
+
+
 def _keys_of_all(p: Problem) -> int:
-    """Keys of all programs of the Gluon backward: those of heads that share keys are split (`splits_of`,
-    hopper_bwd_ways.py) if keys are not many more than queries."""
-    split = p.seqlen_k <= (p.seqlen_q if p.varlen else 2 * p.least_length)
-    return (1 if p.varlen else p.batch) * (p.heads if split else p.kv_heads) * p.seqlen_k
+    """Keys of all programs of the Gluon backward."""
+    return (1 if p.varlen else p.batch) * (p.heads if _split(p) else p.kv_heads) * p.seqlen_k
 
 
 def _few_suffice(p: Problem) -> bool:
     """Whether so few tiles that they do not fill the GPU were faster than Triton's: without a mask they are more, each
     of a range of queries (`ranges_of`, hopper_bwd_ways.py)."""
     options = p.window or p.kv_lens or p.varlen or p.softcap or p.bias != "none"
-    return p.least_length >= 1024 and not options and not (p.causal and max(p.head_dim, p.head_dim_v) <= 32)
+    narrow, alone = max(p.head_dim, p.head_dim_v) <= 32, p.heads == p.kv_heads or _split(p)
+    return p.least_length >= 1024 and alone and not (options or p.causal and narrow)
 
 
 def _timetable(p: Problem) -> bool:

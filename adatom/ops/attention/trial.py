@@ -396,6 +396,7 @@ COMPILE_TILE: tuple[Case, ...] = (
     Case("bf16 128 f32 bias", 4, 8, 8, 1024, 1024, 128, 128, BF16, bias="bhqk", bias_dtype=torch.float32),
     Case("bf16 128 stored bias causal", 4, 8, 8, 1024, 1024, 128, 128, BF16, bias="bhqk", causal=True),
     Case("f16 64 stored bias", 4, 8, 8, 1024, 1024, 64, 64, F16, bias="bhqk"),
+    *(Case(f"bf16 {d} ranges of {n}", 1, 1, 1, n, n, d, d, BF16) for d, n in ((32, 4096), (64, 2048), (128, 8192))),
     Case("bf16 24 whole heads causal", 64, 4, 4, 512, 512, 24, 32, BF16, bias="bhqk", causal=True),
 )
 
@@ -417,7 +418,7 @@ QUICK_TILES: tuple[str, ...] = (
     *("bf16 16 tile 64 full", "tf32x3 16 tile 64", "tf32x3 64 tile 32", "tf32x3 16 tile 8 many", "bf16 32 whole heads"),
     *("bf16 64 few full", "bf16 128 few 8", "bf16 32 rows", "tf32x3 32 rows", "bf16 64 one tile"),
     *("bf16 32 whole heads f32 bias", "bf16 64 f32 bias", "bf16 128 f32 bias"),
-    *("bf16 128 stored bias causal", "f16 64 stored bias"),
+    *("bf16 128 stored bias causal", "f16 64 stored bias", "bf16 64 ranges of 2048", "bf16 128 ranges of 8192"),
 )
 
 
