@@ -128,7 +128,7 @@ def shift_of(batch, heads, length, causal=False, bias=None, kv_heads=None, dim=1
     return at["together"], at["group"]
 
 
-@pytest.mark.parametrize(("dim", "block_m", "many"), [(64, 128, 24), (128, 64, 36)])
+@pytest.mark.parametrize(("dim", "block_m", "many"), [(64, 128, 20), (128, 64, 28)])
 def test_a_timetable_fills_the_gpu(dim, block_m, many):
     """Where one is used, tiles take hardly more visits than what a GPU that is always busy would take."""
     found = 0
@@ -154,7 +154,7 @@ def test_which_problems_have_a_timetable():
     assert shift_of(1, 16, 1024, keys=4096) == (8, 16)
     assert shift_of(1, 8, 8192, keys=2048) == (16, 1)
     assert shift_of(1, 16, 4096, dim=64) == (16, 8)
-    assert shift_of(1, 3, 4096, dim=64, softcap=5.0) is None  # ranges of queries
+    assert shift_of(1, 3, 4096, dim=64) is None  # ranges of queries
     for options in (
         {"batch": 8}, {"length": 3072}, {"dim": 32}, {"window": (100, 100)}, {"causal": True, "heads": 8},
         {"window": (None, 5)}, {"bias": 1}, {"dim": 64, "batch": 2, "length": 2048},

@@ -102,7 +102,7 @@ KINDS: tuple[tuple[torch.dtype, str | None], ...] = (
     (F32, "ieee"),
 )
 _STORED = (128, 16, 1024), (128, 2, 704), (32, 2, 656)  # head_dim, heads of keys, queries
-_RANGES = (32, 24, 4, 2030), (64, 56, 2, 4050), (96, 128, 2, 4096), (128, 96, 4, 1020)
+_RANGES = (32, 24, 4, 2030, F16), (64, 56, 2, 4050, BF16), (96, 128, 2, 4240, BF16), (128, 96, 4, 1020, F16)
 _DIMS = (*((d, d) for d in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)), (192, 128), (40, 24), (128, 32), (192, 16))
 
 
@@ -275,7 +275,7 @@ GPU: tuple[Case, ...] = (
     Case("many, kv_lens", 8, 16, 4, 1030, 1200, 64, 64, BF16, kv_lens=True, causal=True),
     Case("many, kv_lens 128", 3, 16, 16, 1100, 1050, 128, 96, F16, kv_lens=True, window=(1040, 100)),
     *(Case(f"long {h} {n}", 1, h, 8, 4100, n, 128, 96, F16, causal=n > 4100) for h, n in ((16, 2301), (8, 4224))),
-    *(Case(f"long {d} shared", 1, 16, kv, 4100, 4224, d, d, F16, causal=True) for d, kv in ((64, 8), (128, 2))),
+    *(Case(f"long {d} shared", 1, 16, 2, 4100, 4224, d, d, t, causal=True) for d, t in ((64, BF16), (128, F16))),
     Case("right edge, longer", 1, 2, 2, 8200, 8320, 128, 128, BF16, window=(None, 100), sinks=True, layout="bshd"),
     # so many heads that Hopper's backward in order goes upwards under a causal mask; of 4096 crossed
     *(Case(f"many heads {n} causal", 3, 8, 8, n, n, 128, 128, BF16, causal=True) for n in (1024, 4096)),
@@ -283,7 +283,7 @@ GPU: tuple[Case, ...] = (
     Case("crossed, shared bias", 1, 13, 13, 2504, 2504, 128, 96, F16, bias="11qk", causal=True),
     Case("crossed, parts of keys", 1, 25, 5, 1280, 1280, 128, 128, F16, causal=True),
     Case("timetable, parts of heads", 1, 5, 5, 6350, 6350, 96, 128, BF16),
-    *(Case(f"ranges {d}", 1, h, min(h, 2), n, n - 50, d, dv, F16, softcap=d // 128) for d, dv, h, n in _RANGES),
+    *(Case(f"ranges {d}", 1, h, min(h, 2), n, n - 50, d, dv, t, softcap=d // 128) for d, dv, h, n, t in _RANGES),
     Case("timetable 64", 1, 8, 8, 4000, 4000, 56, 64, F16),
     *(Case(f"crossed {d}", 1, h, h, n, n, d, d, BF16, causal=True) for d, h, n in ((32, 8, 4000), (64, 14, 2300))),
     *(Case(f"sums {h}", 1, h, h, 6200, 6300, 64, 48, F16, causal=True, kv_lens=h > 4) for h in (4, 8)),

@@ -100,7 +100,7 @@ def _bwd_kernel(Q, K, V, DOut, Lse, Delta, Bias, DK, DV, DQ, DBias, Sums, DKPtr,
     n_heads is their number, and all are one batch element to other tensors. DKPtr, DVPtr: for WIDE parts; CUT: DKPtr,
     of the pieces of dV and dK. kv_heads: those of dK and dV, `splits` times as many as K and V have. pieces: of a tile
     that is cut. together: SHIFTED, tiles of a head that run together; else 0, on which `third` relies. ranges: of each
-    head's queries; then heads, splits and len_q are of ranges. scale_log2: scale in log2 units.
+    head's queries; then heads and splits count these. scale_log2: scale in log2 units.
     """
     PLAN: gl.constexpr = make_plan(D, HEAD_DIM, HEAD_DIM_V, SOFTCAP, LEFT, RIGHT, EVEN_N, LENS, VARLEN, ORDERED,
                                    FIRST, CLAIM, UP, ABREAST, CHAINS, CROSSED, SHIFTED, THIRD, ALONE, LOOPS, CUT,
@@ -254,7 +254,7 @@ def _launches(
     from_stored = dq_behind(call, dim, grads[0]) if stored else None
     summed = not (inside or stored)  # in memory
     ordered = ordered and summed
-    splits = splits_of(call, dim, ordered)
+    splits = splits_of(call, dim, ordered, config.block_m)
     ranges = 1 if inside else ranges_of(call, dim, ordered, splits, config.block_m)
     splits *= ranges
     unsplit, call = call, in_parts(call, splits, ranges, config.block_m)  # from here on each part is a head
@@ -283,7 +283,7 @@ def _launches(
     stride_bb, stride_bh, _, stride_bn = call.bias_strides
     scalars = (
         stride_bb, stride_bh, stride_bn, call.repeats, int(stride_bb > 0), int(stride_bh > 0), call.heads,
-        call.kv_heads, n_heads, group, splits, call.len_q, call.len_k, call.left, call.right, units, whole, pieces,
+        call.kv_heads, n_heads, group, splits, unsplit.len_q, call.len_k, call.left, call.right, units, whole, pieces,
         way.timetable[0] if way.timetable else 0, ranges, call.scale, call.scale * LOG2E.value, o.softcap,
     )  # fmt: skip
     columns = (call.head_dim, call.head_dim_v) if wide else (dim, dim)  # TMA knows them otherwise
@@ -319,7 +319,7 @@ def _launches(
         config.spill, blocks,
     )  # fmt: skip
     table = table_launch(call, n, rows, least, True, m) if call.varlen else None
-    n_blocks = n_m * call.heads * (1 if call.varlen else call.batch)
+    n_blocks = blocks_of_head(unsplit, m) * unsplit.heads * (1 if call.varlen else call.batch)
     lines = table_size(call, n, True)
     sums = n_blocks * way.chains * m * dim // 128 if summed else 0
     turns = 2 * n_blocks * way.chains * way.first

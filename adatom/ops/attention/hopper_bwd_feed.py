@@ -251,14 +251,23 @@ def visit(m, h, block, hk, begin, blocks, sharing, stride, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def range_of(h, counts, PLAN: gl.constexpr):
+    """RANGES: (head, first block of queries, number of queries) of what counts as head h; the last may be shorter."""
+    len_q, ranges = counts[5], counts[-1][4]
+    blocks = (len_q + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
+    each = (blocks + ranges - 1) // ranges
+    begin = h % ranges * each
+    return h // ranges, begin, gl.minimum(each * PLAN.BLOCK_M, len_q - begin * PLAN.BLOCK_M)
+
+
+@gluon.jit
 def rows_of(h, m, counts, PLAN: gl.constexpr):
-    """(head, first row) of block m of queries of head h; RANGES: of what counts as that head."""
-    row = m * PLAN.BLOCK_M
+    """(head, first row) of block m of queries of head h, or of what counts as that."""
     if PLAN.RANGES:
-        len_q, ranges = counts[5], counts[-1][4]
-        return h // ranges, row + h % ranges * len_q
+        h, begin, _ = range_of(h, counts, PLAN)
+        return h, (begin + m) * PLAN.BLOCK_M
     else:
-        return h, row
+        return h, m * PLAN.BLOCK_M
 
 
 @gluon.jit
@@ -312,6 +321,10 @@ def tile_at(b, hk, n0, Lens, counts, PLAN: gl.constexpr):
     stride = (len_q + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
     len_k = keys_of(Lens, b, len_k, PLAN.LENS)
     first = (b * kv_heads + hk) * (heads // kv_heads) * stride
+    if PLAN.RANGES:  # no heads share their keys
+        _, begin, queries = range_of(hk, counts, PLAN)
+        first = (b * kv_heads + hk) // counts[-1][4] * stride + begin
+        len_q, stride = queries, (queries + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M
     return b, hk, n0, len_q, len_k, b, b, first, stride
 
 

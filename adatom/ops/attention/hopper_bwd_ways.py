@@ -29,11 +29,12 @@ _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share 
 # causal mask; at 64, out of order and not packed, only below _LONG queries
 _FEW_SPLIT_WIDE = 6  # the same beyond it, in order
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
-_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross, or, without a causal
-# mask, of heads that share keys
-_FILLED = 0.8  # the same of these under a causal mask, if that can be
+_BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross
+_ROUNDS = 1.6  # tiles a multiprocessor at least, if heads are enough, of those that share keys under a causal mask
+_REPAYS = 0.9  # share of the visits that ranges of queries, or splitting heads without that mask, leave at most
 _RANGES = 5  # tiles a multiprocessor that ranges of queries make at most: dK and dV are stored by each
-_RANGE, _RANGE_IN_ORDER = 256, 1024  # queries of a range at least; of each of twice as many, in order
+_RANGE = 256  # queries of a range at least
+_RANGE_IN_ORDER = 1024  # the same where, in order, there are twice as many ranges as out of order
 _CHAINS_OF_RANGES = 8  # sums of dQ at most where ranges of queries count as heads
 _LONG = 4096  # queries from which on some ways are faster
 _THIRD = 1024, 1536  # queries and keys, the fewer and the more, from which on, beyond head_dim 64, a third warpgroup
@@ -148,53 +149,61 @@ def from_tiles(call: Call, dim: int, ordered: bool) -> bool:
     return ordered and n_tiles < 2 * sms
 
 
-def splits_of(call: Call, dim: int, ordered: bool) -> int:
+def splits_of(call: Call, dim: int, ordered: bool, block_m: int) -> int:
     """Into how many parts the heads that share keys are split. Not where keys are many more than queries: all parts of
-    dK take no more memory than twice q."""
+    dK take no more memory than twice q, in float16, whose parts are float32, four times."""
     sharing = call.heads // max(call.kv_heads, 1)
     if sharing <= 1 or call.len_k > 2 * call.len_q:
         return 1
-    sizes = [n for n in range(1, sharing + 1) if sharing % n == 0]
+    sizes = [n for n in range(sharing, 0, -1) if sharing % n == 0]
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * sharing
-    causal = call.right >= 0 > call.left
-    return sharing // (_together_causal if causal else _together_even)(call, dim, ordered, sizes, n_tiles)
+    if call.right >= 0 > call.left:
+        return sharing // _together_causal(call, dim, ordered, sizes, n_tiles)
+    return sharing // _together_even(call, dim, ordered, sizes, n_tiles, block_m)
 
 
 def _together_causal(call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int) -> int:
-    """How many of the heads that share keys a program takes under a causal mask, of all heads' tiles. Programs drift
-    apart in their heads, and what these read and add to lies in L2 no more: so they take few, and only if they fill the
-    GPU twice, for the longest tiles have twice the average. Where all tiles are few, one: in order tiles may then
-    cross, or go the longest first."""
-    per_sm, packed, lens = n_tiles / call.device.sms, call.varlen, call.x.kv_lens is not None
+    """How many of the heads that share keys a program takes under a causal mask; n_tiles: if it takes one. Programs
+    drift apart in their heads, and what these read and add to lies in L2 no more: so they take few, and only if there
+    are enough for each multiprocessor (_ROUNDS), for the longest tiles have twice the average. One, where tiles are
+    few, or packed: in order they may then cross, go the longest first, or have several sums."""
+    per_sm, packed = n_tiles / call.device.sms, call.varlen
     if dim > 64:
         most = 1 if ordered and not packed and per_sm < _FEW_SPLIT_WIDE else 4
     elif packed:
         most = 1 if ordered or per_sm < _FEW_SPLIT else 4
     else:
         most = 1 if per_sm < _FEW_SPLIT and (ordered or dim == 32 or call.len_q < _LONG) else 2
-    rounds = (4 if lens else 2) * _FILLED
+    rounds = _ROUNDS * (2 if call.x.kv_lens is not None else 1)
     return max((n for n in sizes if n <= most and per_sm >= rounds * n), default=1)
 
 
-def _together_even(call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int) -> int:
-    """The same without that mask: as many as fill the GPU to the last round, or leave few tiles for it that are cut;
-    one where few tiles are of unequal length, or where, in order, several sums or a timetable of more heads are
-    faster."""
-    sms, sharing = call.device.sms, sizes[-1]
+def _together_even(
+    call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int, block_m: int
+) -> int:
+    """The same without that mask: all of them, or, where that leaves much of the GPU idle, as many as end soonest; one
+    where few tiles are of unequal length, or where, in order, several sums or a timetable of more heads are faster."""
+    sms, n_m, sharing = call.device.sms, blocks_of_head(call, block_m), sizes[0]
     if call.x.kv_lens is not None:
         return sharing if n_tiles >= (4 if ordered or dim <= 64 else 2) * sharing * sms else 1
     if call.varlen:
         return sharing if n_tiles >= 2 * sharing * sms else 1
-    if _fills(n_tiles // sharing, sms) or _cuts(n_tiles // sharing, call, dim, ordered):
+    best = _soonest({n: _visits(n_tiles // n, n * n_m, sms) + (n < sharing) for n in sizes})
+    if best == sharing or _cuts(n_tiles // sharing, call, dim, ordered):
         return sharing
-    if ordered and dim <= 64 and call.left < 0 and call.right < 0:
-        return 1
-    return max((n for n in sizes if _fills(n_tiles // n, sms)), default=1)
+    return 1 if ordered and dim <= 64 and call.left < 0 and call.right < 0 else best
 
 
-def _fills(n_tiles: int, sms: int) -> bool:
-    """Whether so many tiles of equal length fill the GPU to the last round."""
-    return n_tiles >= _BUSY * -(-n_tiles // sms) * sms
+def _visits(n_tiles: int, each: int, sms: int) -> int:
+    """How many visits of blocks of queries, one behind the other, all tiles take that make so many each, and one for
+    what a tile costs beside them."""
+    return -(-n_tiles // sms) * (each + 1)
+
+
+def _soonest(visits: dict[int, int]) -> int:
+    """The key of the fewest visits, if they are clearly fewer than the first's, else the first key."""
+    first, best = next(iter(visits)), min(visits, key=visits.__getitem__)
+    return best if visits[best] < _REPAYS * visits[first] else first
 
 
 def _cuts(n_tiles: int, call: Call, dim: int, ordered: bool) -> bool:
@@ -204,20 +213,21 @@ def _cuts(n_tiles: int, call: Call, dim: int, ordered: bool) -> bool:
 
 
 def ranges_of(call: Call, dim: int, ordered: bool, splits: int, block_m: int) -> int:
-    """Into how many ranges of queries each head is split, where these have no mask, and tiles do not fill the GPU even
-    if each is one head's. They count as heads then, and share the head's keys."""
+    """Into how many ranges of queries each head is split, where these have no mask, no heads share keys any more, and
+    tiles leave much of the GPU idle. They count as heads then, which share the head's keys, and none is empty. Twice as
+    many in order, if they are long."""
     sms, n_m = call.device.sms, blocks_of_head(call, block_m)
     n_tiles = call.programs(call.len_k, BLOCK_N.value, kv=True) * splits
     options = call.varlen or call.x.kv_lens is not None or call.x.bias is not None
     if options or call.left >= 0 or call.right >= 0 or splits * call.kv_heads < call.heads:
         return 1
-    if _fills(n_tiles, sms) or _cuts(n_tiles, call, dim, ordered):
+    most = min(_RANGES * sms // max(n_tiles, 1), call.len_q // _RANGE)
+    sizes = [n for n in range(1, max(most, 1) + 1) if n_m > (n - 1) * -(-n_m // n)]
+    if not sizes or _cuts(n_tiles, call, dim, ordered):
         return 1
-    most, length = _RANGES * sms // max(n_tiles, 1), n_m * block_m
-    sizes = [n for n in range(2, min(most, length // _RANGE) + 1) if n_m % n == 0 and _fills(n * n_tiles, sms)]
-    ranges = min(sizes, default=1)
-    twice = ordered and 2 * ranges in sizes and length >= 2 * ranges * _RANGE_IN_ORDER
-    return 2 * ranges if twice else ranges
+    ranges = _soonest({n: _visits(n * n_tiles, -(-n_m // n), sms) + (n > 1) for n in sizes})
+    long = ordered and 1 < ranges and 2 * ranges in sizes and call.len_q >= 2 * ranges * _RANGE_IN_ORDER
+    return 2 * ranges if long else ranges
 
 
 def in_parts(call: Call, splits: int, ranges: int, block_m: int) -> Call:
@@ -225,7 +235,7 @@ def in_parts(call: Call, splits: int, ranges: int, block_m: int) -> Call:
     call = copy(call)
     call.kv_heads *= splits
     if ranges > 1:
-        call.len_q = blocks_of_head(call, block_m) // ranges * block_m
+        call.len_q = -(-blocks_of_head(call, block_m) // ranges) * block_m
         call.heads *= ranges
     return call
 
@@ -293,14 +303,14 @@ def _chains(work: Work, third: bool) -> int:
     behind the one before it of its sum. Where all tiles find room at once, or nearly, four are not worth it. Not where
     queries are many more than keys: there is memory for each sum."""
     call, wide = work.call, work.dim > 64
+    if call.len_q > 2 * call.len_k:
+        return 1
     if work.ranges > 1:  # by how many tiles of a head run at once
         at_once = min(work.per_head, call.device.sms / work.n_heads)
-        chains = at_once / 4 if wide else max(at_once / 2, 2)
+        chains = at_once / 4 if wide else max(at_once / 2, min(work.per_head, 2))
         return min(2 ** int(log2(max(chains, 1))), _CHAINS_OF_RANGES)
     heads = call.kv_heads if call.varlen else work.n_heads
     if heads > (_CHAINED // 2 if third or wide and call.varlen else _CHAINED) or work.n_tiles < 8 * heads:
-        return 1
-    if call.len_q > 2 * call.len_k:
         return 1
     return 4 if heads <= _CHAINED_TWICE and work.per_sm >= 1.5 and not (wide and call.right >= 0) else 2
 
