@@ -301,8 +301,8 @@ def _keys_of_all(p: Problem) -> int:
 
 
 def _few_suffice(p: Problem) -> bool:
-    """Whether so few tiles that they do not fill the GPU were faster than Triton's: without a mask they are more, each
-    of a range of queries (`ranges_of`, hopper_bwd_ways.py)."""
+    """Whether so few tiles that they do not fill the GPU were faster than Triton's: under a causal mask beyond
+    head_dim 32, and without one, where they are more, each of a range of queries (`ranges_of`, hopper_bwd_ways.py)."""
     options = p.window or p.kv_lens or p.varlen or p.softcap or p.bias != "none"
     narrow, alone = max(p.head_dim, p.head_dim_v) <= 32, p.heads == p.kv_heads or _split(p)
     return p.least_length >= 1024 and alone and not (options or p.causal and narrow)
