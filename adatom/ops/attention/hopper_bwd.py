@@ -5,7 +5,8 @@
 
 A program owns 128 keys, each consumer 64 of them, and walks over blocks of queries, of all heads that share the keys,
 from the last to the first (Plan.UP: upwards, Plan.CROSSED: every other tile; Plan.ABREAST: a block of all heads, then
-the next one); under a causal mask of a few of these heads, and what programs find for one head of keys is added behind.
+the next one). Under a causal mask, or where tiles are few, it takes some of these heads (`splits_of`), or a range of
+a head's queries (Plan.RANGES), and what programs find for one head of keys is added behind (hopper_bwd_cut.py).
 S^T = K Q^T and dP^T = V dO^T are formed transposed, so that P^T and dS^T stay in registers as left operands of dV and
 dK. dS also goes through shared memory: each consumer multiplies one half of dQ = dS K over all 128 keys and adds it to
 a float32 sum in memory by TMA (Plan.CHAINS: to one of several).

@@ -4,7 +4,9 @@ Programs that take tiles in turn all have as many, but for a few that have one m
 tiles on 132 multiprocessors 4 have 32 where 31.03 would do. So what is left of the last round is cut along the queries:
 a piece is a tile of fewer blocks of queries, whose sums of dK and dV stay float32. A kernel behind adds them up.
 
-Another adds up the parts of dK and dV of heads that are split (`splits_of` and `ranges_of`, hopper_bwd_ways.py).
+Another adds up the parts of dK and dV of heads that are split (`splits_of` and `ranges_of`, hopper_bwd_ways.py): those
+of a head lie side by side, in the dtype that programs store, unlike those of triton_sum.py, each of which is a whole
+gradient in float32.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Which way the Hopper backward goes: how its kernel is tiled, how programs come to their tiles, and which go together.
 
-All of it was measured: docs/hopper_backward.md and hopper_backward_bias.md have the cells, and what else was tried.
+Rules follow what was measured: docs/hopper_backward.md and hopper_backward_bias.md have the cells, and what was tried.
 """
 
 from copy import copy
@@ -26,13 +26,14 @@ _CHAINED = 24  # heads up to which few tiles in order have several sums of dQ; b
 # beyond head_dim 64, half as many
 _CHAINED_TWICE = 4  # the same for four sums, beyond head_dim 64 without a mask
 _FEW_SPLIT = 16  # tiles a multiprocessor, of all heads, below which none share their keys to head_dim 64, under a
-# causal mask; at 64, out of order and not packed, only below _LONG queries
-_FEW_SPLIT_WIDE = 6  # the same beyond it, in order
+# causal mask; at 64, out of order and not packed, only below _LONG queries; packed and in order always
+_FEW_SPLIT_WIDE = 6  # the same beyond it, in order, not packed
 _FEW_FULL = 4  # the same below which more heads go together beside a full bias
 _BUSY = 0.93  # share of the GPU that is busy at least where tiles go by a timetable, or cross
-_ROUNDS = 1.6  # tiles a multiprocessor at least, if heads are enough, of those that share keys under a causal mask
-_REPAYS = 0.9  # share of the visits that ranges of queries, or splitting heads without that mask, leave at most
-_RANGES = 5  # tiles a multiprocessor that ranges of queries make at most: dK and dV are stored by each
+_ROUNDS = 1.6  # tiles a multiprocessor that are left at least where heads share keys under a causal mask, if heads are
+# enough; with kv_lens twice as many
+_REPAYS = 0.9  # share of the visits below which heads are split without that mask, or in ranges of queries
+_RANGES = 5  # tiles a multiprocessor at most of ranges of queries: each leaves parts of dK and dV
 _RANGE = 256  # queries of a range at least
 _RANGE_IN_ORDER = 1024  # the same where, in order, there are twice as many ranges as out of order
 _CHAINS_OF_RANGES = 8  # sums of dQ at most where ranges of queries count as heads
@@ -165,8 +166,8 @@ def splits_of(call: Call, dim: int, ordered: bool, block_m: int) -> int:
 def _together_causal(call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int) -> int:
     """How many of the heads that share keys a program takes under a causal mask; n_tiles: if it takes one. Programs
     drift apart in their heads, and what these read and add to lies in L2 no more: so they take few, and only if there
-    are enough for each multiprocessor (_ROUNDS), for the longest tiles have twice the average. One, where tiles are
-    few, or packed: in order they may then cross, go the longest first, or have several sums."""
+    are enough for each multiprocessor (_ROUNDS), for the longest tiles have twice the average. One where tiles are few,
+    and to head_dim 64 of packed sequences in order: then they may cross, go the longest first, or have several sums."""
     per_sm, packed = n_tiles / call.device.sms, call.varlen
     if dim > 64:
         most = 1 if ordered and not packed and per_sm < _FEW_SPLIT_WIDE else 4
@@ -178,11 +179,9 @@ def _together_causal(call: Call, dim: int, ordered: bool, sizes: list[int], n_ti
     return max((n for n in sizes if n <= most and per_sm >= rounds * n), default=1)
 
 
-def _together_even(
-    call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int, block_m: int
-) -> int:
-    """The same without that mask: all of them, or, where that leaves much of the GPU idle, as many as end soonest; one
-    where few tiles are of unequal length, or where, in order, several sums or a timetable of more heads are faster."""
+def _together_even(call: Call, dim: int, ordered: bool, sizes: list[int], n_tiles: int, block_m: int) -> int:
+    """The same without that mask: all of them, or, where that leaves much of the GPU idle, as many as end soonest, but
+    one where, in order, several sums or a timetable of more heads are faster; of unequal lengths all, or one."""
     sms, n_m, sharing = call.device.sms, blocks_of_head(call, block_m), sizes[0]
     if call.x.kv_lens is not None:
         return sharing if n_tiles >= (4 if ordered or dim <= 64 else 2) * sharing * sms else 1
